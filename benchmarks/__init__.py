@@ -1,1 +1,1 @@
-"""Measurements beside the peers, always in the same run. Nothing here is a test."""
+"""Benchmarks of zlaunch and its peers, measured in the same run. Nothing here is a test."""

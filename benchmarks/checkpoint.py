@@ -1,14 +1,15 @@
-"""Saving and loading beside torch.save, torch's distributed checkpoint (DCP) and the disk itself.
+"""Measure saving and loading beside torch.save, torch's distributed checkpoint (DCP) and the raw disk.
 
     python -m benchmarks.checkpoint --path FOLDER [--numel N] [--ranks 1] [--rounds 5] [--out FILE.json]
 
-All in one run, round by round in changing order (a shared disk gives more after a rest), on the same state
-(fp32 master values and AdamW's two moments, cut over the ranks) and the same folder; everybody's files are
-brought to the disk (fsync) before the clock stops, and the page cache is dropped before a load where that is
-allowed (root). The disk: fio, sequential, direct, io_uring, 1 MiB blocks, 8 under way, as many bytes, into a
-new file, as a checkpoint's are. A stall is how long training waits for a save in the background; beside it,
-one copy of the state to (host) memory that is already there, the mean of one before and one after. Ratios are
-medians over the rounds of ratios within a round.
+All systems save the same state (fp32 master values and AdamW's two moments, sharded over the ranks) to the
+same folder. They take turns in rotating order, because a shared disk is faster after a pause. The clock stops
+after fsync. As root, the benchmark drops the page cache before each load.
+
+- Disk: fio, sequential, direct, io_uring, 1 MiB blocks, queue depth 8, the same number of bytes, a new file.
+- Stall: the time that training waits for a background save. It is compared with one copy of the state into
+  allocated host memory, the mean of one copy before and one after.
+- Ratios: medians over the rounds of the ratios within a round.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What the checks of each step cost, beside the step, for a model of many layers.
+"""Measure what zlaunch's checks cost in a step of a model with many layers.
 
     python -m benchmarks.checks [--layers 100] [--width 256] [--out FILE.json]
 
-One process trains a byte-level GPT at the given stages; the checks of one step (identities and addresses of
-all modules and parameters, what was unfrozen, what was written to) are then timed by themselves.
+One process trains a byte-level GPT at several stages, then times the checks of one step on their own:
+identity and address of every module and parameter, parameters that were unfrozen, and values that were
+written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measure what one device can do at most: matrix products, copies on it, copies to and from the host.
+"""Measure the peaks of one device: matrix products, copies on the device, copies to and from the host.
 
     python -m benchmarks.device [--size 8192]
 
-The peaks that other figures are divided by, measured in the same run. On a CPU it runs to try it out.
+Other benchmarks divide by these peaks. On a CPU, it only shows that the benchmark runs.
 """
 
 from __future__ import annotations

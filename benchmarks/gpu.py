@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, in parts: tests, peaks, kernels, training on one rank, offload, checkpoints.
+"""Run everything that needs a GPU: tests, peaks, kernels, training on one rank, offload, checkpoints.
 
     python -m benchmarks.gpu [--parts first|second|NAME,...] [--minutes 9] [--out FOLDER] [--rehearse]
 
-Each part is a process of its own with a limit of its own. `results.json` in the folder is written anew when
-a part ends, so that nothing is lost whatever happens to the rest; what a part has printed is in `log.txt`.
-A part that fails is recorded, with the end of what it said. `--rehearse` runs small models on a CPU, to see
-that all of it works. Needs no launcher. Exit code 1: a part has failed.
+Each part runs in its own process with its own time limit. `results.json` is rewritten after each part, so
+that an interruption loses nothing; `log.txt` has the output. A failed part is recorded with the end of its
+output. `--rehearse` runs small models on a CPU to check that every part works. No launcher is needed. The
+exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", default="all", help="first, second, all, or names with commas")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no part goes on beyond them")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit for all parts")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in results["goals"]:
         print(f"{row['verdict']:5}  {row['what']:40} {row['measured']:>8}  ({row['goal']})")
     if missing := [name for name in known if "result" not in results.get(name, {})]:
-        print(f"without a result: {', '.join(missing)}. Again: --parts {','.join(missing)!r}")
+        print(f"no result: {', '.join(missing)}. Run again with --parts {','.join(missing)!r}")
     return int(failed)
 
 

@@ -1,9 +1,9 @@
-"""Count the host's waits for the device in a step, by the profiler; try collectives of one rank.
+"""Count the host's waits for the device in a step with the profiler; try collectives of one rank.
 
     python -m benchmarks.host_waits [--model 100m] [--stage 2] [--offload] [--steps 5]
     python -m benchmarks.host_waits --collectives
 
-On a CPU, where nothing is waited for, it runs to try it out.
+On a CPU, which has no such waits, it only shows that the benchmark runs.
 """
 
 from __future__ import annotations

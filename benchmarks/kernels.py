@@ -1,9 +1,9 @@
-"""Our CUDA kernels beside a copy on the device and what torch offers instead.
+"""Measure zlaunch's CUDA kernels beside a device copy and the operations of torch that they replace.
 
     python -m benchmarks.kernels [--millions 128] [--rounds 20]
 
-For each: the median time between CUDA events, and the bandwidth, of the bytes that have to move, as a part
-of a copy's. They take turns, so that a change of clocks meets all of them.
+Each result has the median time between CUDA events, the bandwidth for the bytes that must move, and its share
+of the copy bandwidth. The operations take turns, so that a clock change affects all of them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--millions", type=int, default=128, help="of elements")
+    parser.add_argument("--millions", type=int, default=128, help="millions of elements")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     print(json.dumps(measure(args.millions << 20, args.rounds), indent=1))

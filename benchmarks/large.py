@@ -1,12 +1,12 @@
-"""A large model on one device: tokens per second of plain torch, of a ZeRO stage, or of offload.
+"""Measure a large model on one device: tokens per second of plain torch, a ZeRO stage, or offload.
 
     python -m benchmarks.large --system "stage 2" [--model 1500m] [--steps 5] [--cap_gb 24] [--nvme FOLDER]
     python -m benchmarks.large --bounds [--model 1500m]
 
-Parts of ``benchmarks.gpu``, which runs one system after the other; on a CPU it runs with a small model, to
-try it out. ``--cap_gb`` bounds the GPU's memory. The bounds of an offloaded step: gradients down and
-parameters up over PCIe, and the optimizer's step on the CPU. The system ``narrow`` is the smallest without
-offload: moments in 8 bits, stochastic masters in bf16, no gradients of the whole model.
+``benchmarks.gpu`` runs these parts, one system after the other. On a CPU, use a small model to check that it
+runs. ``--cap_gb`` limits GPU memory. ``--bounds`` measures the lower bounds of an offloaded step: gradients
+down and parameters up over PCIe, and the optimizer's step on the CPU. The system ``narrow`` needs the least
+memory without offload: 8-bit moments, stochastic bf16 masters, and never all gradients at the same time.
 """
 
 from __future__ import annotations
@@ -177,15 +177,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=SIZES, default="1500m")
-    parser.add_argument("--layers", type=int, default=0, help="in place of the model's own")
+    parser.add_argument("--layers", type=int, default=0, help="layers of the model; 0: as the model defines")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--autocast", action="store_true", help="fp32 under torch.autocast to bf16")
     parser.add_argument("--micro_batch", type=int, default=4)
-    parser.add_argument("--cap_gb", type=float, default=0.0, help="of GPU memory; 0: all of it")
+    parser.add_argument("--cap_gb", type=float, default=0.0, help="limit of GPU memory in GiB; 0: none")
     parser.add_argument("--nvme", default="")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     parser.add_argument("--system", choices=SYSTEMS)
-    parser.add_argument("--bounds", action="store_true", help="of offloading the model: down, up, CPU step")
+    parser.add_argument("--bounds", action="store_true", help="measure offload bounds: down, up, CPU step")
     args = parser.parse_args()
     if not args.bounds and args.system is None:
         parser.error("give --system or --bounds")

@@ -1,9 +1,9 @@
-"""The largest model that trains on one GPU: sizes from an estimate downwards, until one makes two steps.
+"""Find the largest model that trains on one GPU, from an estimate downwards, until one completes two steps.
 
     python -m benchmarks.largest [--system "stage 2"] [--cap_gb 24] [--rehearse]
 
-Each size is tried in a process of its own (`benchmarks.large`), which may run out of memory. Prints after
-each what was found so far. Activations are recomputed, the context is 1024, the width 2560.
+Each size runs in its own process (`benchmarks.large`), which may run out of memory. The best size so far is
+printed after each run. Activations are recomputed; the context is 1024, the width 2560.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
     )
     parser.add_argument("--system", choices=BYTES_OF_A_PARAMETER, default="stage 2")
     parser.add_argument("--cap_gb", type=float, default=0.0)
-    parser.add_argument("--rehearse", action="store_true", help="with a small model, once")
+    parser.add_argument("--rehearse", action="store_true", help="run once with a small model")
     args = parser.parse_args()
     room = (room_gb(args.system, args.cap_gb) - _LEFT_GB) * 2**30
     most = max(1, int(room / BYTES_OF_A_PARAMETER[args.system] / _OF_A_LAYER))

@@ -1,11 +1,13 @@
-"""Time from the command to all ranks past their first barrier, beside the peers.
+"""Measure the time from the command until all ranks pass their first barrier, beside the peers.
 
     python -m benchmarks.launch [--rounds 5] [--local] [--nodes] [--hosts 256] [--out FILE.json]
 
-Local: two workers, zlaunch beside torchrun, and deepspeed where it is installed. Nodes: three nodes of
-`tests/cluster/testbed.py` (root; real sshd and slurmd), zlaunch by ssh and in a SLURM job beside torchrun
-started by hand on the same nodes. All systems take turns in every round; medians and ratios are printed.
-Hosts: so many agents behind one real sshd, each with a trivial worker; one is killed and all must be gone.
+- Local: two workers under zlaunch, torchrun, and deepspeed if it is installed.
+- Nodes: three nodes of `tests/cluster/testbed.py` (root; real sshd and slurmd). zlaunch runs over ssh and in
+  a SLURM job, torchrun is started manually on the same nodes.
+- Hosts: N agents behind one real sshd, each with a trivial worker. One is killed, and all must exit.
+
+All systems take turns in every round. The output has medians and ratios.
 """
 
 from __future__ import annotations
@@ -275,9 +277,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--local", action="store_true", help="only this part (default: local and nodes)")
-    parser.add_argument("--nodes", action="store_true", help="only this part")
-    parser.add_argument("--hosts", type=int, default=0, help="only the run with so many agents")
+    parser.add_argument("--local", action="store_true", help="run only this part (default: local and nodes)")
+    parser.add_argument("--nodes", action="store_true", help="run only this part")
+    parser.add_argument("--hosts", type=int, default=0, help="run only this part, with N agents")
     parser.add_argument("--out", help="write everything measured to this JSON file")
     args = parser.parse_args()
     every = not (args.local or args.nodes or args.hosts)
@@ -292,7 +294,7 @@ def main() -> None:
             from tests.programs import CLUSTER, missing
 
             if reason := missing(CLUSTER):
-                print(f"no nodes here: {reason}")
+                print(f"cannot create nodes: {reason}")
             else:
                 bed = Testbed(folder / "bed")
                 bed.up()

@@ -1,11 +1,11 @@
-"""Training speed on two nodes with a slow link between them, beside the peers.
+"""Measure training speed on two nodes with a slow link between them, beside the peers.
 
     sudo python -m benchmarks.mesh [--rate 1gbit] [--latency 0.5] [--model 15m] [--out FILE.json]
 
-The nodes are two network namespaces of this machine with two CPU workers each, or `--ranks`. `tc` limits the
-rate of their interfaces; with a latency (ms, each way) a relay joins them, which takes some CPU time from the
-workers. All systems are built in the same processes and take turns; the ratios are medians over the rounds of
-the pair in one round. Needs root, `ip`, `tc` and, for a latency, `ethtool`.
+The nodes are two network namespaces of this machine with two CPU workers each (see `--ranks`). `tc` limits
+the rate of their interfaces. With `--latency` (ms, each way), a relay joins them and takes some CPU time from
+the workers. The same processes build all systems, which take turns. Ratios are medians over the rounds of the
+ratios within a round. Needs root, `ip`, `tc` and, for a latency, `ethtool`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds each way")
     parser.add_argument("--model", default="15m")
-    parser.add_argument("--ranks", type=int, default=2, help="workers of a node")
+    parser.add_argument("--ranks", type=int, default=2, help="workers per node")
     parser.add_argument("--micro_batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)

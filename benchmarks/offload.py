@@ -1,12 +1,15 @@
-"""NVMe offload against what the disk can do, and the memory it takes.
+"""Measure NVMe offload against the disk's speed, and its memory.
 
     python -m benchmarks.offload --path FOLDER [--layers 240] [--rounds 5] [--out FILE.json]
 
-Measured in one run, interleaved: reads and writes of the disk engine beside fio's (io_uring, same block size
-and depth); a training step whose optimizer state and parameters are all on disk (stage 3, one rank) beside
-the two things it cannot be faster than: its arithmetic (the same step with everything in host memory), and
-reading and writing the same records without arithmetic, in the same process and round. Memory is the growth
-of the process over what it had before the model.
+One run measures, in turns:
+
+- reads and writes of the disk engine beside fio (io_uring, same block size and depth)
+- a training step with all optimizer state and parameters on disk (stage 3, one rank)
+- its two lower bounds: the same step with everything in host memory, and reading and writing the same records
+  without arithmetic
+
+Memory is the growth of the process since before the model was built.
 """
 
 from __future__ import annotations

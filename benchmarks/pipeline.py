@@ -1,12 +1,12 @@
-"""Speed of stages that pass activations on, beside torch's own pipelining by hand, and their bubble.
+"""Measure pipeline parallelism beside torch's pipelining, and its bubble.
 
     python -m benchmarks.pipeline [--layers 8] [--width 256] [--micro_batches 8] [--rounds 9] [--out FILE]
 
-The model is the example's GPT in float32. torch's pipeline is cut by hand at the same layers and stepped
-by the same AdamW; both are built in the same processes and take turns, and the ratio is the median over the
-pairs of a round. The bubble is the part of a step in which a rank does not compute, measured on stages whose
-passes wait for a fixed time; the host's work of some 30 ms a step counts as bubble. The formula is
-(p - 1) / (m + p - 1) for p stages and m micro-batches (GPipe, arXiv 1811.06965, 2.3).
+The model is the example's GPT in float32. torch's pipeline is split manually at the same layers and uses the
+same AdamW. The same processes build both, which take turns; the ratio is the median over the rounds. The
+bubble is the share of a step in which a rank does not compute, measured on stages whose passes wait for a
+fixed time. The host's work of some 30 ms a step counts as bubble. The formula is (p - 1) / (m + p - 1) for p
+stages and m micro-batches (GPipe, arXiv 1811.06965, 2.3).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--micro_batch", type=int, default=2)
     parser.add_argument("--micro_batches", type=int, default=8)
     parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
-    parser.add_argument("--pass_ms", type=float, default=120.0, help="of a forward pass, for the bubble")
+    parser.add_argument("--pass_ms", type=float, default=120.0, help="time of a forward pass, for the bubble")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.queue [--runs 200] [--slots 6] [--seconds 2] [--out FILE.json]
 
-Each run sleeps; what its start and end take belongs to the run, what lies between two runs on a slot is lost.
+Each run sleeps. Its start and end count as use of the slot; the gap before the next run counts as lost.
 """
 
 from __future__ import annotations

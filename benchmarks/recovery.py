@@ -1,17 +1,17 @@
-"""Time from the kill of a worker to the next finished step, beside torchrun.
+"""Measure the time from the kill of a worker to the next finished step, beside torchrun.
 
     python -m benchmarks.recovery [--kills 20] [--systems zlaunch,torchrun] [--cost] [--out FILE.json]
 
-Two CPU workers train a small model. One of them, chosen at random, gets SIGKILL at a random moment, again
-and again. Under zlaunch the run goes on from snapshots in memory (`checkpoint.in_memory`), every 10 steps;
-under torchrun `--max-restarts` starts a script of plain torch (DDP) anew, which then loads what its rank 0
-has saved to the disk every 10 steps. The systems run one after the other. At the end the losses of every step
-are compared, to the bit, with those of a run that nothing happened to. A run that does not go on within a
-minute is given up, which is said.
+Two CPU workers train a small model. A random worker repeatedly gets SIGKILL at a random moment. Under
+zlaunch, the run resumes from snapshots in memory (`checkpoint.in_memory`), taken every 10 steps. Under
+torchrun, `--max-restarts` restarts a script of plain torch (DDP), which loads the checkpoint that rank 0
+saved to disk every 10 steps. The systems run one after the other. At the end, the losses of every step must
+equal those of an undisturbed run bit for bit. A run that does not resume within a minute is reported as given
+up.
 
-`--cost` measures what snapshots cost instead: two engines of a model of 15 million parameters in the same two
-processes, one with a snapshot every 10 steps, take turns of 20 steps. What is still written at the end of a
-turn is waited for.
+`--cost` measures the cost of snapshots instead. The same two processes hold two engines of a model with 15
+million parameters, one with a snapshot every 10 steps, and run them in turns of 20 steps. Each turn includes
+the time until its snapshots are written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Our CUDA kernels under NVIDIA's compute-sanitizer: memory, uninitialised reads, shared memory, barriers.
+"""Run zlaunch's CUDA kernels under compute-sanitizer: memory, uninitialized reads, shared memory, barriers.
 
     python -m benchmarks.sanitizer [--tools memcheck,racecheck] [--plain]
 
-Prints for each tool how many errors it has found. The program is looked for in PATH, in CUDA's own folder and
-in the wheel nvidia-cuda-sanitizer-api. `--plain` runs the same calls without it, on a CPU too. Exit code 1:
-errors, or the program is not there.
+Prints the number of errors of each tool. compute-sanitizer is searched on PATH, in CUDA's folder and in the
+wheel nvidia-cuda-sanitizer-api. `--plain` makes the same calls without it, also on a CPU. The exit code is 1
+after errors, or if the program is missing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> int:
         return 0
     program = find()
     if program is None:
-        print("compute-sanitizer is not here: bring the wheel nvidia-cuda-sanitizer-api==13.0.85 (14 MB)")
+        print("compute-sanitizer not found: install the wheel nvidia-cuda-sanitizer-api==13.0.85 (14 MB)")
         return 1
     found = {tool: under(program, tool) for tool in options.tools.split(",")}
     print(json.dumps(found))

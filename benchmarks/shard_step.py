@@ -1,12 +1,11 @@
-"""The optimizer step on the CPU beside torch's, DeepSpeed's and the memory itself.
+"""Measure the optimizer step on the CPU beside torch, DeepSpeed and memory bandwidth.
 
     python -m benchmarks.shard_step [--millions 64] [--rounds 9] [--out FILE.json]
 
-AdamW with fp32 state, a bf16 gradient in, bf16 parameters out: 28 bytes a parameter have to move. torch's
-fused operation and DeepSpeed's CPUAdam need fp32 gradients and leave fp32 parameters, so theirs is that
-step between two casts, in buffers that are there already. All take turns in one process; ratios are medians
-over the rounds of the pair in one round. DeepSpeed takes part where it can be imported
-(DS_ACCELERATOR=cpu).
+AdamW with fp32 state takes a bf16 gradient and returns bf16 parameters: 28 bytes per parameter must move.
+torch's fused AdamW and DeepSpeed's CPUAdam take fp32 gradients and return fp32 parameters, so the benchmark
+adds two casts in preallocated buffers. All take turns in one process. Ratios are medians over the rounds of
+the ratios within a round. DeepSpeed takes part if it can be imported (DS_ACCELERATOR=cpu).
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--millions", type=int, default=64, help="of parameters")
+    parser.add_argument("--millions", type=int, default=64, help="millions of parameters")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="write everything measured to this JSON file")
     args = parser.parse_args()
@@ -130,12 +129,12 @@ def main() -> None:
     if host.kernel("adam"):
         systems[OURS] = lambda: ours(shard)
     else:
-        print("numba is not there: skipped")
+        print("numba not installed: skipped")
     systems |= {CHUNKS: lambda: torch_in_chunks(shard), TORCH: lambda: torch_whole(shard, wide)}
     if importlib.util.find_spec("deepspeed"):
         systems[DEEPSPEED] = deepspeed(shard, wide)
     else:
-        print("DeepSpeed is not there: skipped")
+        print("DeepSpeed not installed: skipped")
     systems |= triads(numel)
     assert loader.mode() == "auto"
     seconds = measure(systems, args.rounds)

@@ -1,4 +1,4 @@
-"""The same model and optimizer step under zlaunch, DDP, FSDP2 and DeepSpeed, behind one call."""
+"""Build the same model and optimizer step under zlaunch, DDP, FSDP2 and DeepSpeed, behind one call."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Speed of ranks that share each layer, beside torch's own tensor parallelism by hand.
+"""Measure tensor parallelism beside torch's own.
 
     python -m benchmarks.tensor_parallel [--layers 8] [--width 384] [--rounds 9] [--out FILE.json]
 
-The model is a Llama of Hugging Face in float32; torch's layers are cut by its parallelize_module in the same
-places. All systems are built in the same processes and take turns; the ratios are medians over the rounds of
-the pair in one round. "tensor 1" (and experts) and "sequence 1" (and stages) say what the section
-costs where nothing is shared.
-Needs transformers.
+The model is a Hugging Face Llama in float32. torch's parallelize_module shards the same layers. The same
+processes build all systems, which take turns. Ratios are medians over the rounds of the ratios within a
+round. "tensor 1" (and experts) and "sequence 1" (and stages) show the cost of the section at size 1. Needs
+transformers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Training speed and peak memory beside the peers.
+"""Measure training speed and peak memory beside the peers.
 
     python -m benchmarks.train --peers [--model 15m] [--rounds 7] [--out FILE.json]
 
-Speed: all systems are built in the same two processes and take turns, so that a change of the machine's mood
-meets all of them; the ratios are medians over the rounds of the pair in one round. Memory: one fresh pair of
-processes for each system, the peak above what the imports took.
+Speed: the same two processes build all systems, which take turns, so that a change of the machine's speed
+affects all of them. Ratios are medians over the rounds of the ratios within a round. Memory: each system runs
+in two fresh processes; the peak excludes the imports.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--systems", help="comma-separated; default all there are")
+    parser.add_argument("--systems", help="comma-separated; default: all")
     parser.add_argument("--no_memory", action="store_true")
     parser.add_argument("--out", help="write everything measured to this JSON file")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One rank of ``benchmarks.train``: steps of several systems in turn, timed between barriers."""
+"""Run one rank of ``benchmarks.train``: steps of several systems in turn, timed between barriers."""
 
 from __future__ import annotations
 

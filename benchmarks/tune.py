@@ -1,7 +1,7 @@
-"""Compares what `zlaunch tune` would choose with the best of all variants: `python -m benchmarks.tune`.
+"""Compare the choice of `zlaunch tune` with the best of all variants: `python -m benchmarks.tune`.
 
-Every variant of the example is run once, with two workers. The search then gets its figures from that table,
-so that both have seen the same runs; at the end its choice and the best of all are run anew, in turns.
+Every variant of the example runs once, with two workers. The search reads its figures from that table. At the
+end, its choice and the best variant run again, in turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--out", default=None, help="the file for the results")
+    parser.add_argument("--out", default=None, help="file for the results")
     args = parser.parse_args()
     raw = json.loads((ROOT / "examples/ds_stage2.json").read_text())
     raw |= {

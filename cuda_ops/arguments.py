@@ -88,7 +88,7 @@ class SgdArgs(StepArgs):
 
     def __post_init__(self) -> None:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise ValueError("nesterov needs a momentum above 0 and a dampening of 0")
+            raise ValueError("nesterov needs momentum > 0 and dampening = 0")
 
     def coefficients(self) -> tuple[float, ...]:
         """Return the CUDA kernels' last arguments."""
@@ -112,8 +112,8 @@ def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], like: T
         raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
-            f"{name} has shape {list(tensor.shape)}, stride {list(tensor.stride())}: expected one dimension "
-            "without gaps"
+            f"{name} has shape {list(tensor.shape)}, stride {list(tensor.stride())}: expected a contiguous "
+            "1-D tensor"
         )
     if like is not None:
         check_device(name, tensor, like)

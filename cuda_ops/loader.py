@@ -69,7 +69,7 @@ def use_kernels(tensor: Tensor) -> bool:
         return False
     reason = obstacle() or trial(tensor.get_device())
     if reason and _mode == "cupy":
-        raise RuntimeError(f"CUDA kernels were asked for (mode 'cupy'), but {reason}")
+        raise RuntimeError(f"kernel mode 'cupy' needs CUDA kernels, but {reason}")
     if reason:
         _warn_once(reason)
     return not reason
@@ -79,12 +79,12 @@ def use_kernels(tensor: Tensor) -> bool:
 def obstacle() -> str:
     """Say why CuPy's kernels cannot be used with this torch; an empty text if they can."""
     if torch.version.cuda is None:
-        return "this torch is not built for CUDA"
+        return "this PyTorch build has no CUDA support"
     extra = "cuda13" if int(torch.version.cuda.split(".")[0]) >= 13 else "cuda12"
     try:
         cupy().cuda.nvrtc.getVersion()  # a package of its own, loaded on first use
     except Exception as error:
-        return f"CuPy cannot be used ({error}): pip install 'zlaunch[{extra}]'"
+        return f"CuPy does not work ({error}): run pip install 'zlaunch[{extra}]'"
     return ""
 
 
@@ -104,8 +104,8 @@ def trial(device_index: int) -> str:
             function((1,), (1,), (argument(out),))
         found = float(out)
     except Exception as error:
-        return f"a kernel cannot be run on cuda:{device_index} ({type(error).__name__}: {error})"
-    return "" if found == 42.0 else f"a kernel on cuda:{device_index} has written {found} in place of 42"
+        return f"a test kernel failed on cuda:{device_index} ({type(error).__name__}: {error})"
+    return "" if found == 42.0 else f"a test kernel on cuda:{device_index} returned {found} instead of 42"
 
 
 @contextmanager

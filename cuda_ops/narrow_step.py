@@ -76,7 +76,7 @@ def _check(
         check_flat("out", out, HALVES, master)
     wanted = 2 if isinstance(args, AdamArgs) else int(not isinstance(args, SgdArgs) or args.momentum != 0)
     if len(states) != wanted:
-        raise ValueError(f"{len(states)} states were given, expected {wanted}")
+        raise ValueError(f"got {len(states)} states, expected {wanted}")
     for number, (kept, scale) in enumerate(states, 1):
         check_flat(f"state {number}", kept, _DTYPES, master)
         if kept.dtype != states[0][0].dtype:

@@ -134,15 +134,15 @@ class PinnedPool:
             status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
             if int(status) != 0:
                 _clear_cuda_error()
-                problem = f"the system refused (CUDA error {int(status)})"
+                problem = f"the driver refused (CUDA error {int(status)})"
         if problem is None:
             self._pinned.add(buffer.data_ptr())
             self._locked += buffer.numel()
         elif not self._warned:
             self._warned = True
             warnings.warn(
-                f"host memory for offload cannot all be page-locked: {problem}. The rest is pageable: "
-                "transfers are slower. Less of it: a smaller sub_group_size or buffer_count",
+                f"cannot page-lock all host memory for offload: {problem}. The rest is pageable and "
+                "transfers more slowly. To need less, lower sub_group_size or buffer_count",
                 RuntimeWarning,
                 stacklevel=3,
             )

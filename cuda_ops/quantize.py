@@ -107,8 +107,8 @@ def dequantize_sum(packed_rows: Tensor, out: Tensor, *, bits: int, block: int = 
     """
     if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
         raise ValueError(
-            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: expected "
-            "two dimensions without gaps, one row or more"
+            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: "
+            "expected a contiguous 2-D tensor with at least one row"
         )
     _check(out, None, packed_rows[0], bits, block, name="out", packed_name="packed_rows")
     _dequantize(packed_rows, out, bits, block)
@@ -133,7 +133,7 @@ def _check(
     if packed.numel() != wanted:
         raise ValueError(f"{packed_name} has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
     if packed.storage_offset() % _SCALE_BYTES or packed.data_ptr() % _SCALE_BYTES:
-        raise ValueError(f"{packed_name} begins at an address that is not a multiple of {_SCALE_BYTES}")
+        raise ValueError(f"{packed_name} must be aligned to {_SCALE_BYTES} bytes")
 
 
 def _quantize(

@@ -73,8 +73,8 @@ def expand(
     """
     if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
         raise ValueError(
-            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: expected "
-            "two dimensions without gaps, one row or more"
+            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: "
+            "expected a contiguous 2-D tensor with at least one row"
         )
     _check("out", out, packed_rows[0])
     _check_sum("into", into, out)
@@ -126,7 +126,7 @@ def _check(name: str, values: Tensor, packed: Tensor) -> None:
     if packed.numel() != wanted:
         raise ValueError(f"packed has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
     if packed.data_ptr() % 4:
-        raise ValueError("packed begins at an address that is not a multiple of 4")
+        raise ValueError("packed must be aligned to 4 bytes")
 
 
 def _check_sum(name: str, other: Tensor | None, values: Tensor) -> None:

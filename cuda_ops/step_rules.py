@@ -105,8 +105,8 @@ def _check_kinds(own: Mapping[str, Any], kind: str, names: Sequence[str]) -> Non
     for key in names:
         if own.get(key) is not None and kind_of(own, key) != kind:
             raise ValueError(
-                f'a param group has "state_dtype" {kind!r}, but its {key} is kept in {kind_of(own, key)}: '
-                "set state_dtype before zlaunch.initialize, and leave it"
+                f'a param group has "state_dtype" {kind!r}, but its {key} has dtype {kind_of(own, key)}: '
+                "set state_dtype before zlaunch.initialize and do not change it later"
             )
 
 
@@ -130,7 +130,7 @@ def needs_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dty
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{what} is not supported for master values of {dtype}")
     if kind != "fp32" and not rule.states(group):
-        raise ValueError(f"{what} is given, and {name} without momentum keeps no state: remove it")
+        raise ValueError(f"{name} without momentum has no state: remove {what}")
     chosen = [key for key in (*_VARIANTS, "foreach") if group.get(key)]
     chosen += ["fused=False"] if group.get("fused") is False and rule.counts else []
     if chosen:

@@ -1,4 +1,4 @@
-"""Write some text with a model that train_gpt.py saved. Plain torch: nothing of zlaunch is needed.
+"""Generate text with a model that train_gpt.py saved. Needs only torch, not zlaunch.
 
 python examples/sample.py out/pytorch_model.bin --size tiny
 """

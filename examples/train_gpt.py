@@ -39,7 +39,7 @@ def mean_loss(engine: zlaunch.Engine, text: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validate(engine: zlaunch.Engine, text: torch.Tensor, context: int, batches: int = 8) -> float:
-    """Return the mean loss over fixed windows, which the ranks share between them."""
+    """Return the mean loss over fixed windows, divided over the ranks."""
     engine.eval()
     generator = torch.Generator().manual_seed(99 + engine.data_parallel_rank)
     losses = [
@@ -56,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--every", type=int, default=10, help="steps between two reports")
+    parser.add_argument("--every", type=int, default=10, help="steps between reports")
     parser.add_argument("--save", help="directory for the trained weights")
-    parser.add_argument("--checkpoints", help="directory for checkpoints; a run goes on from what is there")
-    parser.add_argument("--save_every", type=int, default=50, help="steps between two checkpoints")
+    parser.add_argument("--checkpoints", help="directory for checkpoints; a run resumes from the latest one")
+    parser.add_argument("--save_every", type=int, default=50, help="steps between checkpoints")
     zlaunch.add_config_arguments(parser)
     args = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT whose layers are divided over the stages of a pipeline.
+"""Train a byte-level GPT with pipeline parallelism.
 
 zlaunch --num_gpus 2 examples/train_gpt_pipeline.py --config examples/ds_pipeline.json
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--checkpoints", help="directory for checkpoints; a run goes on from what is there")
+    parser.add_argument("--checkpoints", help="directory for checkpoints; a run resumes from the latest one")
     zlaunch.add_config_arguments(parser)
     args = parser.parse_args()
 

@@ -33,7 +33,7 @@ def parse(text: str) -> Selection:
     for part in text.split("@"):
         host, colon, slots = (piece.strip() for piece in part.partition(":"))
         if not host:
-            raise FilterError(f"{text!r}: a host name is missing in {part.strip()!r}; write HOST:0,2-3@HOST2")
+            raise FilterError(f"{text!r}: missing host name in {part.strip()!r}; write HOST:0,2-3@HOST2")
         named = _parse_slots(slots, part.strip()) if colon else None
         for name in _parse_hosts(host, part.strip()):
             known = selection.get(name, frozenset())
@@ -41,7 +41,7 @@ def parse(text: str) -> Selection:
             chosen += len(named or ())
             if len(selection) > MAX_HOSTS or chosen > _MOST_SLOTS:
                 raise FilterError(
-                    f"{part.strip()!r}: more than {MAX_HOSTS} hosts or {_MOST_SLOTS} slots with it"
+                    f"{part.strip()!r}: the filter exceeds {MAX_HOSTS} hosts or {_MOST_SLOTS} slots"
                 )
     return selection
 
@@ -61,7 +61,7 @@ def _parse_slots(text: str, part: str) -> frozenset[int]:
         if numbers is None or numbers.stop > _MOST_SLOTS:
             raise FilterError(f"{part!r}: {token!r} is not a slot; write a number or a range such as 0-3")
         if not numbers:
-            raise FilterError(f"{part!r}: the range {token!r} runs backwards")
+            raise FilterError(f"{part!r}: the range {token!r} is reversed")
         slots.update(numbers)
     return frozenset(slots)
 

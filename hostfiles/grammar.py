@@ -88,14 +88,14 @@ def parse(text: str, name: str) -> list[HostEntry]:
     if problems:
         raise HostfileError("\n".join(problems))
     if not entries:
-        why = "every host has slots=0" if first else "no host in it"
+        why = "every host has slots=0" if first else "no hosts found"
         raise HostfileError(f"{name}: {why}; write one per line, such as: worker-0 slots=8")
     return entries
 
 
 def _repeated(entry: HostEntry, known: HostEntry) -> str:
     if known.line == entry.line:
-        return f"host {entry.host!r} is twice in this line's pattern"
+        return f"this line's pattern names host {entry.host!r} twice"
     if entry.port != known.port and entry.port is not None and known.port is not None:
         return (
             f"host {entry.host!r} has port {entry.port} here and {known.port} on line {known.line}; keep one"
@@ -105,7 +105,7 @@ def _repeated(entry: HostEntry, known: HostEntry) -> str:
 
 def _parse_line(words: list[str], line: int) -> list[HostEntry]:
     if "=" in words[0]:
-        raise _BadLine(f"{short(words[0])} where the host should be; write HOST slots=N")
+        raise _BadLine(f"expected a host, got {short(words[0])}; write HOST slots=N")
     values = _parse_words(words[1:])
     user, host, port_text = _split_address(words[0])
     slots = _parse_slots(values["slots"]) if "slots" in values else None
@@ -131,21 +131,21 @@ def _parse_words(words: list[str]) -> dict[str, str]:
         if not equals and key.lower() in _IGNORED_WORDS:
             continue
         if not equals and key in ("slots", "port"):
-            raise _BadLine(f"{key!r} without a number; write {key}=N")
+            raise _BadLine(f"{key!r} needs a number; write {key}=N")
         if not equals:
             hint = (
                 f"; write slots={word}"
                 if _NUMBER.fullmatch(word)
                 else "; write KEY=VALUE, or # before a comment"
             )
-            raise _BadLine(f"{short(word)} is not understood{hint}")
+            raise _BadLine(f"cannot parse {short(word)}{hint}")
         if not _KEY.fullmatch(key):
-            raise _BadLine(f"{short(word)} is not understood; write KEY=VALUE")
+            raise _BadLine(f"cannot parse {short(word)}; write KEY=VALUE")
         near = difflib.get_close_matches(key.lower(), ["slots", "port"], n=1, cutoff=0.75)
         if near and key != near[0]:
             raise _BadLine(f"unknown option {short(word)}. Did you mean {f'{near[0]}={value}'!r}?")
         if key in values:
-            raise _BadLine(f"{key}= is given twice; keep one")
+            raise _BadLine(f"{key}= appears twice; keep one")
         values[key] = value
     return values
 
@@ -189,7 +189,7 @@ def _checked_ipv6(text: str) -> str:
             return text
     except ValueError:
         pass
-    raise _BadLine(f"{short(text)} is not an IPv6 address; a port goes after it so: [ADDRESS]:PORT")
+    raise _BadLine(f"{short(text)} is not an IPv6 address; with a port, write [ADDRESS]:PORT")
 
 
 def _checked_user(text: str) -> str:
@@ -202,10 +202,8 @@ def _parse_slots(text: str) -> int:
     if _NUMBER.fullmatch(text):
         return int(text)
     if re.fullmatch(r"-\d+", text):
-        raise _BadLine(
-            f"slots={short(text)} is negative; write how many workers the host may have, or 0 to skip it"
-        )
-    raise _BadLine(f"slots={short(text)} is not a number; write how many workers the host may have: slots=8")
+        raise _BadLine(f"slots={short(text)} is negative; write the number of workers, or 0 to skip the host")
+    raise _BadLine(f"slots={short(text)} is not a number; write the number of workers, such as slots=8")
 
 
 def _parse_port(text: str, values: dict[str, str] | None = None) -> int:
@@ -215,6 +213,6 @@ def _parse_port(text: str, values: dict[str, str] | None = None) -> int:
     port = int(text)
     if values is not None and port < _LOWEST_SSH_PORT and "slots" not in values:
         raise _BadLine(
-            f"':{port}' after a host is its ssh port; write slots={port}, or port={port} if it is meant"
+            f"':{port}' after a host is its ssh port; write slots={port} for workers, or port={port} for ssh"
         )
     return port

@@ -33,7 +33,7 @@ def expand(text: str) -> list[str]:
     for token in _split(text):
         hosts += expand_pattern(token.strip())
         if len(hosts) > MAX_HOSTS:
-            raise HostListError(f"{short(token)}: more than {MAX_HOSTS} hosts with it")
+            raise HostListError(f"{short(token)}: the list exceeds {MAX_HOSTS} hosts")
     return hosts
 
 
@@ -43,12 +43,12 @@ def expand_pattern(token: str) -> list[str]:
     literals, groups = pieces[::2], [_parse_group(group, token) for group in pieces[1::2]]
     for literal in filter(None, literals):
         if "[" in literal or "]" in literal:
-            raise HostListError(f"{short(token)}: a bracket is not closed, not opened or nested")
+            raise HostListError(f"{short(token)}: unbalanced or nested brackets")
         if not _NAME.fullmatch(literal):
             bad = next(char for char in literal if char.isspace() or char == ",")
-            raise HostListError(f"{short(token)}: {bad!r} cannot be in a host name")
+            raise HostListError(f"{short(token)}: a host name cannot contain {bad!r}")
     if not token:
-        raise HostListError(f"{token!r}: a host name is missing")
+        raise HostListError(f"{token!r}: missing host name")
     count = math.prod(sum(len(numbers) for numbers, _ in group) for group in groups)
     if count > MAX_HOSTS:
         raise HostListError(f"{short(token)}: {count} hosts, the limit is {MAX_HOSTS}")
@@ -56,7 +56,7 @@ def expand_pattern(token: str) -> list[str]:
         max(max(width, len(str(numbers[-1]))) for numbers, width in group) for group in groups
     )
     if longest > _MAX_NAME_CHARS:
-        raise HostListError(f"{short(token)}: a host name of more than {_MAX_NAME_CHARS} characters")
+        raise HostListError(f"{short(token)}: a host name exceeds {_MAX_NAME_CHARS} characters")
     numbers = itertools.product(*([*_numbers(group)] for group in groups))
     return ["".join(itertools.chain(*zip(literals, (*row, ""), strict=True))) for row in numbers]
 
@@ -92,7 +92,7 @@ def _parse_group(text: str, token: str) -> list[tuple[range, int]]:
         if numbers is None:
             raise HostListError(f"{short(token)}: {short(item)} is not a number or a range such as 01-16")
         if not numbers:
-            raise HostListError(f"{short(token)}: the range {short(item)} runs backwards")
+            raise HostListError(f"{short(token)}: the range {short(item)} is reversed")
         group.append((numbers, len(item.partition("-")[0])))
     return group
 

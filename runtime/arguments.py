@@ -39,10 +39,11 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
     _expect("model", model, "a torch.nn.Module", lambda value: isinstance(value, nn.Module))
     kind = type(model).__name__
     if isinstance(model, Engine):
-        raise TypeError(f"model is a {kind}, an engine already: pass engine.module")
+        raise TypeError(f"model is a {kind}, which is already an engine: pass engine.module")
     if _WRAPPERS & {base.__name__ for base in type(model).__mro__}:
         raise TypeError(
-            f"model is a {kind}, and the engine averages gradients itself: pass the model inside, its .module"
+            f"model is a {kind}, but the engine averages gradients itself: pass the wrapped model, its "
+            ".module"
         )
     return args, model
 

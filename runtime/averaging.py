@@ -79,5 +79,11 @@ class Averaging:
             ),
         ]
         if self.predivide != 1.0:
-            rows.append(("of that, before the reduction", f"{self.predivide:g}", "prescale_gradients"))
+            rows.append(
+                (
+                    "before the reduction, gradients are divided by",
+                    f"{self.predivide:g}",
+                    "prescale_gradients",
+                )
+            )
         return rows

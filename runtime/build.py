@@ -95,7 +95,7 @@ def build_engine(
 ) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
     """Build an engine of class ``kind`` with all its parts; see :func:`zlaunch.initialize`."""
     if mpu is not None or mesh_param is not None:
-        raise ValueError("model parallelism (mpu, mesh_param) is not supported")
+        raise ValueError("mpu and mesh_param are not supported: set the config's parallel section")
     loaded = load(config)
     refuse_open(loaded)
     set_level(loaded.config.log_level)
@@ -130,9 +130,8 @@ def build_engine(
     if hasattr(kind, "train_batch") and not effective.config.managed_gradient_accumulation:
         raise ConfigError(
             [
-                f"{loaded.origin}: managed_gradient_accumulation: false cannot be combined with "
-                f"a pipeline, whose "
-                "train_batch() counts the micro-batches of a step: remove it"
+                f"{loaded.origin}: managed_gradient_accumulation: false is not supported with pipeline "
+                "parallelism, where train_batch() counts the micro-batches of a step: remove it"
             ]
         )
 
@@ -255,7 +254,7 @@ def _choose_optimizer(
 ) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]]]:
     """Return the optimizer that was given or that the config names, if any, and the parameter groups."""
     if isinstance(given, ZeroOptimizer):
-        raise OptimizerError("initialize was given the optimizer of another engine: give it a new one")
+        raise OptimizerError("the optimizer belongs to another engine: pass a new one to initialize")
     if isinstance(given, torch.optim.Optimizer):
         return _of_the_model(given, model)
     groups = parameter_groups(model_parameters, model)
@@ -279,7 +278,7 @@ def _of_the_model(
     """Return an optimizer and its groups. Raises OptimizerError for tensors from elsewhere."""
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise OptimizerError("the optimizer holds a tensor that is not a parameter of the model")
+        raise OptimizerError("the optimizer has a tensor that is not a parameter of the model")
     return optimizer, optimizer.param_groups
 
 
@@ -334,7 +333,7 @@ def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Bloc
     zero = effective.config.zero_optimization
     missing = mark_configured(model, zero.leaf_module)
     if missing and comm.rank == 0:
-        warn(f"leaf_module: no module of the model is one of {', '.join(map(repr, missing))}")
+        warn(f"leaf_module: no module of the model matches {', '.join(map(repr, missing))}")
     mark_lists_of_experts(model)
     # a unit is reduced and, from stage 1 on, gathered as a whole
     bucket = int(zero.reduce_bucket_size)
@@ -372,13 +371,13 @@ def _shard(
     rounded = types.rounded_parameters(model)
     if rounded and comm.rank == 0:
         warn(
-            f"{rounded[0]} is one of {len(rounded)} parameters that keep_in_fp32_modules names, which keeps "
-            f"buffers alone: parameters are rounded to {factory.dtype}, with masters in fp32"
+            f"keep_in_fp32_modules applies to buffers only: {len(rounded)} parameters, such as {rounded[0]}, "
+            f"are cast to {factory.dtype}, with fp32 master weights"
         )
     unmatched = types.unmatched(model)
     # a stage of a pipeline has a part of the names
     if unmatched and comm.mesh.pipeline == 1 and comm.rank == 0:
-        warn(f"data_types.keep_in_fp32_modules: {unmatched[0]!r} is in no name of a parameter or buffer")
+        warn(f"data_types.keep_in_fp32_modules: {unmatched[0]!r} matches no parameter or buffer")
     place_rest(model, comm, types)
     if offload is not None:
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
@@ -414,9 +413,9 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
             own = {id(group) for group in optimizer.param_groups}
             if not any(id(group) in own for group in scheduled.param_groups):
                 raise OptimizerError(
-                    f"lr_scheduler: {type(made).__name__} sets the learning rates of another optimizer than "
-                    f"the engine's {type(optimizer).__name__}: pass that optimizer as well, or a "
-                    "callable that makes the scheduler from an optimizer"
+                    f"lr_scheduler: {type(made).__name__} was made for another optimizer than the engine's "
+                    f"{type(optimizer).__name__}: pass its optimizer too, or a callable that takes an "
+                    "optimizer and returns a scheduler"
                 )
         return made
     section = effective.config.scheduler

@@ -23,7 +23,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 class EngineLoader:
-    """Loads this rank's share of a dataset in batches, shuffled anew every epoch, and resumes from a saved
+    """Load this rank's share of a dataset in batches, reshuffle it every epoch, and resume from a saved
     position.
     """
 
@@ -47,9 +47,9 @@ class EngineLoader:
         self.sampler: ResumableSampler | None = None
         if isinstance(dataset, IterableDataset) and world_size > 1:
             raise ParameterError(
-                f"training_data: {type(dataset).__name__} is an IterableDataset, of which each of the "
-                f"{world_size} ranks would read every sample. Give a dataset with __getitem__, or "
-                "train on your own DataLoader of a stream that yields each rank its share"
+                f"training_data: {type(dataset).__name__} is an IterableDataset, so each of the {world_size} "
+                "ranks would read every sample. Pass a dataset with __getitem__, or use your own DataLoader "
+                "that yields different samples on each rank"
             )
         if not isinstance(dataset, IterableDataset):
             self.sampler = ResumableSampler(
@@ -86,12 +86,12 @@ class EngineLoader:
         self._taken = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epochs that have begun, and the samples that all ranks have taken from the
-        present one (0 at its end).
+        """Return the position: the number of started epochs, and the samples that all ranks have read in the
+        current one (0 at its end).
         """
         return {"epoch": self.epoch, "samples": self._taken * self._step_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from a position, for any number of ranks; the next iteration begins there."""
+        """Set the position of the next iteration, for any number of ranks."""
         self._skip = -(-int(state["samples"]) // self._step_samples)
         self.epoch = int(state["epoch"]) - (1 if self._skip else 0)

@@ -43,25 +43,25 @@ class MovableStates(Protocol):
 
 
 class Engine(TrainingLoop):
-    """Trains a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
+    """Train a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
 
     Attributes:
 
-    - ``module``: the model that was given, its parameters now in flat units.
-    - ``optimizer``: the optimizer that was given or made; ``param_groups`` are live, with the model's
-      parameters, and its methods lead here.
+    - ``module``: the model passed to ``initialize``, with its parameters in flat units.
+    - ``optimizer``: the optimizer passed to ``initialize`` or built from the config. Its ``param_groups``
+      have the model's parameters, and its methods call the engine.
     - ``lr_scheduler``: stepped by :meth:`step`, or None.
     - ``global_steps``, ``skipped_steps``, ``micro_steps``, ``global_samples``: counters.
     - ``overflow``: whether the last step was skipped because gradients were not finite.
-    - ``monitor``: ``write_events([(name, value, step), ...])`` adds to the trackers of the config.
-    - ``should_stop``: the run has been asked to save and stop (SIGUSR1, a preemption); known after a step,
-      equal on all ranks.
-    - ``client_state``: called for the ``client_state`` of a save that a signal has asked for
-      (``checkpoint.on_signal``); None for an empty one.
+    - ``monitor``: ``write_events([(name, value, step), ...])`` logs to the trackers of the config.
+    - ``should_stop``: whether the run should save and stop (SIGUSR1, preemption). Updated by each step, equal
+      on all ranks.
+    - ``client_state``: a function that returns the ``client_state`` for saves on a signal
+      (``checkpoint.on_signal``), or None.
 
-    On a GPU, ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` and the gradient norm are on
-    the device until they are asked for, which waits for it; a training loop that does not ask never waits.
-    With fp16 the scheduler's step follows at the next of these, or with the next optimizer step.
+    On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or the gradient norm
+    synchronizes with the device; a training loop that reads none of them never waits. With fp16 the scheduler
+    steps at the next such read, or with the next optimizer step.
     """
 
     optimizer_class: type[Any] | None = None
@@ -103,23 +103,23 @@ class Engine(TrainingLoop):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the config as it was given."""
+        """Return the config as passed to ``initialize``."""
         return self._effective.loaded.raw
 
     @property
     def effective_config(self) -> Config:
-        """Return the config with every default and "auto" filled in."""
+        """Return the config with all defaults and "auto" values filled in."""
         return self._effective.config
 
     @property
     def optimizer(self) -> Any:
-        """Return the optimizer that was given or built, an instance of its class and a ZeroOptimizer."""
+        """Return the optimizer, an instance of its original class and of ZeroOptimizer."""
         return self.torch_optimizer
 
     # -- the loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Run the model's forward pass."""
         self._states.check("a forward pass", VALUES)
         self.checkpoints.check()
         with self._around("forward", args, kwargs):
@@ -130,10 +130,10 @@ class Engine(TrainingLoop):
         self.handles.take_unfrozen()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate one micro-batch's loss (mean over its samples); return the loss.
+        """Back-propagate the loss of one micro-batch (mean over its samples) and return the loss.
 
-        The loss is divided by the number of micro-batches first, so that gradient hooks see a step's mean;
-        with ``scale_wrt_gas=False`` the caller has divided already. The ranks' mean is taken by :meth:`step`.
+        Divides the loss by the number of micro-batches in a step first; pass ``scale_wrt_gas=False`` if the
+        script has divided it. :meth:`step` averages gradients over the ranks.
         """
         self._check_alive()
         self._states.check("engine.backward()", VALUES, GRADIENTS)
@@ -141,12 +141,14 @@ class Engine(TrainingLoop):
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Average, unscale, clip and apply the gradients at the accumulation boundary, and step the
-        scheduler; else only count. ``lr_kwargs`` go to the scheduler's step.
+        """Update the parameters and step the scheduler at the accumulation boundary; else only count.
 
-        With ``checkpoint.on_signal`` the first step after SIGUSR1 saves and ends the process. Raises
-        CheckpointError when a save in the background has failed; LossScaleFloorError, naming parameters, when
-        fp16 gradients overflow at the smallest loss scale.
+        The update averages, unscales and clips the gradients. ``lr_kwargs`` go to the scheduler's step. With
+        ``checkpoint.on_signal``, the first step after SIGUSR1 saves and ends the process.
+
+        Raises:
+            CheckpointError: a background save failed.
+            LossScaleFloorError: fp16 gradients overflow at the minimum loss scale; names the parameters.
         """
         self._check_alive()
         self._states.check("engine.step()")
@@ -184,13 +186,20 @@ class Engine(TrainingLoop):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that training needs to go on exactly, as ``save_dir/tag``, whole or not at all.
+        """Save the full training state atomically under ``save_dir/tag``. Collective.
 
-        ``tag`` is by default ``global_stepN``; ``client_state`` is the caller's: numbers, strings, tensors,
-        and lists, tuples and dicts of them; each rank's is kept where they differ. ``save_latest`` makes it
-        the one that is loaded without a tag. With ``checkpoint.asynchronous`` the files are written while
-        training goes on; a failure is raised by a later :meth:`step`. Collective. Raises CheckpointError on
-        every rank; the former checkpoint then stays as it was.
+        With ``checkpoint.asynchronous``, the files are written in the background, and a later :meth:`step`
+        raises errors.
+
+        Args:
+            save_dir: Folder for all checkpoints of the run.
+            tag: Name of this checkpoint; ``global_stepN`` by default.
+            client_state: The script's state: numbers, strings, tensors, and lists, tuples and dicts of them.
+                Saved per rank if ranks differ.
+            save_latest: Load this checkpoint by default, without a tag.
+            exclude_frozen_parameters: Leave out frozen parameters.
+
+        Raises CheckpointError on every rank; the previous checkpoint is then unchanged.
         """
         self._prepare_save()
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -205,9 +214,7 @@ class Engine(TrainingLoop):
         self.handles.bring_writes()
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a background save has ended. All ranks must call it. Raises the save's error, such as
-        CheckpointError.
-        """
+        """Wait for a background save to end. Collective. Raises its error, such as CheckpointError."""
         self.checkpoints.wait()
 
     def load_checkpoint(
@@ -220,18 +227,27 @@ class Engine(TrainingLoop):
         load_module_only: bool = False,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what :meth:`save_checkpoint` has written, under any world size, stage, offload or precision.
+        """Load a checkpoint of :meth:`save_checkpoint`, with any world size, stage, offload or precision.
 
-        ``tag`` None takes what ``latest`` names, ``"auto"`` the newest checkpoint whose every byte is good.
-        ``load_module_strict=False`` loads the parameters that both sides have. ``load_module_only`` leaves
-        counters, schedule, optimizer and random generators as they are. The generators are restored when the
-        world size is the saved one, the training_data loader goes on behind the last batch.
+        The training_data loader resumes after the last batch. Random generators are restored if the world
+        size is the same. Collective.
 
-        Returns the checkpoint's path and the client_state that this rank has saved (rank 0's when the world
-        size was another). Returns ``(None, {})`` when ``load_dir`` is None, and, with a warning, when it is a
-        folder without a checkpoint. ``missing_ok=True`` is for a script that may start fresh: no warning, and
-        the folder need not exist. Collective. Raises CheckpointError on every rank if the folder does not
-        exist, or the checkpoint is damaged, incomplete or of another model.
+        Args:
+            load_dir: Folder passed to :meth:`save_checkpoint`, or None to load nothing.
+            tag: Checkpoint to load; None for the one that ``latest`` names, ``"auto"`` for the newest one
+                that passes verification.
+            load_module_strict: Require equal parameter names. False loads the parameters that match.
+            load_optimizer_states: Load the optimizer's state.
+            load_lr_scheduler_states: Load the scheduler's state.
+            load_module_only: Load only the model: no counters, scheduler, optimizer or random generators.
+            missing_ok: Do not warn if there is no checkpoint, and do not require the folder to exist.
+
+        Returns:
+            The checkpoint's path and this rank's client_state (rank 0's if the world size differs). ``(None,
+            {})`` if ``load_dir`` is None or has no checkpoint.
+
+        Raises CheckpointError on every rank if the folder does not exist, or the checkpoint is damaged,
+        incomplete or of another model.
         """
         self._check_alive()
         self._states.check("engine.load_checkpoint()")
@@ -253,10 +269,10 @@ class Engine(TrainingLoop):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model's weights in the compute dtype to one file. Collective.
+        """Write the full model's weights in the compute dtype to one file. Collective.
 
-        A name that ends in ``.safetensors`` gets that format. The file loads with plain torch; a failure to
-        write raises OSError on every rank.
+        The file loads with plain torch, or with safetensors if the name ends in ``.safetensors``. Raises
+        OSError on every rank if writing fails.
         """
         self._check_alive()
         self._states.check("engine.save_16bit_model()", VALUES)
@@ -273,28 +289,31 @@ class Engine(TrainingLoop):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move states to host memory until :meth:`reload_states`, so that something else (inference) can have
-        the device's memory.
+        """Move states to host memory until :meth:`reload_states`, for example to free memory for inference.
+        Collective, between two passes.
 
-        ``include`` has some of ``optim_states``, ``hp_params`` (the fp32 masters), ``lp_params`` (what the
-        model computes with), ``lp_grads`` and ``contiguous_grad_buffer``; None is all of them. At stage 3,
-        and in fp32 training, masters and parameters are one memory, which leaves when both are named.
-        Further calls move further states.
-        A forward pass needs ``lp_params``, a backward pass ``lp_grads`` too, a step or a checkpoint
-        everything: each raises OffloadedError until the states are back. Buffers of modules stay.
+        Until then, passes that need a moved state raise OffloadedError: a forward pass needs ``lp_params``, a
+        backward pass also ``lp_grads``, a step or a checkpoint all states. Module buffers stay on the device.
+        Several calls add up.
 
-        With ``non_blocking`` copies to page-locked memory (``pin_memory``) go on behind what comes next; the
-        host memory is kept for the next time. Collective, between two passes. Raises OffloadedError where
-        the config offloads already, ValueError for other names or devices.
+        Args:
+            include: States to move: ``optim_states``, ``hp_params`` (fp32 master weights), ``lp_params``
+                (parameters in the compute dtype), ``lp_grads``, ``contiguous_grad_buffer``; None for all. At
+                stage 3 and in fp32 training, ``hp_params`` and ``lp_params`` share memory, so name both.
+            device: ``"cpu"``.
+            pin_memory: Use pinned host memory, which is kept for the next call.
+            non_blocking: Return before the copies end.
+
+        Raises OffloadedError if the config already offloads, ValueError for other names or devices.
         """
         self._check_alive()
         self._states.move(include, device, pin=bool(pin_memory), non_blocking=bool(non_blocking))
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back, to the bit, what :meth:`offload_states` has moved, if anything. With ``non_blocking``
-        the host does not wait for the copies; later work on the device does.
+        """Move the states of :meth:`offload_states` back to the device, bit for bit. Collective.
 
-        Raises torch.OutOfMemoryError where the device lacks memory; call it again when there is enough.
+        With ``non_blocking``, only later work on the device waits for the copies. Raises
+        torch.OutOfMemoryError if the device lacks memory; free some and call it again.
         """
         self._check_alive()
         self._states.reload(non_blocking=bool(non_blocking))
@@ -303,14 +322,14 @@ class Engine(TrainingLoop):
 
     def _check_alive(self) -> None:
         if self._destroyed:
-            raise RuntimeError("this engine has been destroyed, or its model was given to another engine")
+            raise RuntimeError("this engine was destroyed, or its model was passed to another engine")
 
     def destroy(self) -> None:
-        """Turn the model back into a plain module with its present values, and release communicators.
+        """Turn the model back into a plain module with its current values, and release communicators.
         Collective. A second call does nothing.
 
-        The optimizer becomes a plain one and keeps its state where each rank has all of it: at stage 0 and on
-        one rank, without offload. Elsewhere its next step raises OptimizerError.
+        The optimizer becomes a plain one. It keeps its state at stage 0 or on one rank, without offload;
+        otherwise its next step raises OptimizerError.
         """
         if self._destroyed:
             return

@@ -6,40 +6,40 @@ from ..errors import ZlaunchError
 
 
 class RankMismatchError(ZlaunchError, RuntimeError):
-    """Reports that ranks differ in model, config or calls: training would hang or diverge."""
+    """Ranks differ in model, config or calls, so training would hang or diverge."""
 
 
 class ParameterError(ZlaunchError, RuntimeError):
-    """Reports that a parameter was used or changed in a way that cannot reach the engine."""
+    """A parameter was used or changed in a way that the engine does not support."""
 
 
 class OptimizerError(ZlaunchError, RuntimeError, ValueError):
-    """Reports that the optimizer was given, or asked for, something that an engine cannot do."""
+    """The engine does not support the optimizer or a call on it."""
 
 
 class OffloadedError(ZlaunchError, RuntimeError):
-    """Reports that a needed state is in host memory (``engine.offload_states``), or cannot be moved there."""
+    """A required state is in host memory (``engine.offload_states``), or cannot be moved there."""
 
 
 class DiskError(OSError, ZlaunchError):
-    """Reports a failed transfer from or to a disk; the text names the file and what to do."""
+    """A transfer from or to a disk failed; the message names the file and what to do."""
 
 
 class PeerLost(ZlaunchError, RuntimeError):
-    """Reports that a rank of this machine has ended or stopped taking part, while this rank waits for it."""
+    """Another rank of this machine exited or stopped communicating while this rank waits for it."""
 
 
 class UnsupportedError(ZlaunchError, RuntimeError):
-    """Reports that the script asks torch for something that an engine forbids; the text says what to do."""
+    """The script uses a torch feature that the engine does not support; the message says what to do."""
 
 
 class LossScaleFloorError(ZlaunchError, RuntimeError):
-    """Reports gradients that overflow at the smallest loss scale: the model itself produces inf or NaN."""
+    """Gradients overflow at the minimum loss scale: the model itself produces inf or NaN."""
 
 
 class MemoryPlanError(ZlaunchError, RuntimeError):
-    """Reports that the plan exceeds this machine's memory; the text names what is short and what fits."""
+    """The memory plan exceeds this machine's memory; the message names what is short and what fits."""
 
 
 class MonitorError(ZlaunchError, RuntimeError):
-    """Reports a tracker of metrics that cannot be opened, or an event that is none."""
+    """A metrics tracker cannot be opened, or an event is invalid."""

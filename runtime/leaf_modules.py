@@ -80,6 +80,6 @@ def _is_a(name: str, module: nn.Module, kind: Kind) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
     if not isinstance(kind, str):
-        raise TypeError(f"leaf modules are given by classes or their names, not {type(kind).__name__}")
+        raise TypeError(f"leaf modules must be classes or class names, not {type(kind).__name__}")
     own = type(module)
     return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")

@@ -114,7 +114,7 @@ class TrainingLoop(nn.Module):
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that was given or built."""
+        """Return the optimizer."""
         return self._shard_step.outer if self._shard_step is not None else None
 
     @property
@@ -134,12 +134,12 @@ class TrainingLoop(nn.Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks that train on different samples."""
+        """Return this rank's index among the ranks that train on different samples."""
         return self._sharded.comm.mesh.sample_position(self.global_rank)
 
     @property
     def global_rank(self) -> int:
-        """Return this rank's number among all ranks."""
+        """Return this rank's global rank."""
         return self._sharded.comm.rank
 
     def zero_optimization_stage(self) -> int:
@@ -149,15 +149,15 @@ class TrainingLoop(nn.Module):
     # -- batches
 
     def train_batch_size(self) -> int:
-        """Return the number of samples of one optimizer step over all ranks."""
+        """Return the number of samples in one optimizer step over all ranks."""
         return int(self._effective.config.train_batch_size or 0)
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples of one forward pass on one rank."""
+        """Return the number of samples in one micro-batch on one rank."""
         return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of backward passes of one optimizer step."""
+        """Return the number of micro-batches in one optimizer step."""
         return int(self._effective.config.gradient_accumulation_steps or 1)
 
     @property
@@ -166,19 +166,16 @@ class TrainingLoop(nn.Module):
         return bool(self._effective.config.managed_gradient_accumulation)
 
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
-        """Change the three batch sizes, which fit together, between two optimizer steps. The caller's loader
-        has to give such batches.
+        """Change the three batch sizes between two optimizer steps. The loader must yield such batches.
 
-        Raises RuntimeError where the number of micro-batches would change after some of them: their losses
-        are divided by the present number.
+        Raises RuntimeError if the number of micro-batches would change in the middle of a step.
         """
         # a backward pass without its step() is not counted yet
         begun = max(self.accumulated, self._reducer.passes)
         if begun and accumulation != self.gradient_accumulation_steps():
             raise RuntimeError(
-                f"the number of micro-batches of a step cannot change from "
-                f"{self.gradient_accumulation_steps()} to {accumulation} after {begun} of them: "
-                "change it right after a step"
+                f"gradient_accumulation_steps cannot change from {self.gradient_accumulation_steps()} to "
+                f"{accumulation} after {begun} of its micro-batches: change it right after a step"
             )
         names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
         sizes = dict(zip(names, (train, micro, accumulation), strict=True))
@@ -208,12 +205,12 @@ class TrainingLoop(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor that losses are multiplied with at present; 1.0 except with fp16."""
+        """Return the current loss scale; 1.0 except with fp16."""
         return self._scaler.scale
 
     @property
     def overflow(self) -> bool:
-        """Tell whether the last step was skipped because gradients were not finite."""
+        """Return whether the last step was skipped because gradients were not finite."""
         self._resolve_last_step()
         return self._result is not None and self._result.skipped
 
@@ -225,11 +222,11 @@ class TrainingLoop(nn.Module):
 
     @property
     def should_stop(self) -> bool:
-        """Tell whether the run has been asked to save and stop; known after a step, equal on all ranks."""
+        """Return whether the run should save and stop. Updated by each step, equal on all ranks."""
         return self._result is not None and self._result.stop
 
     def was_step_applied(self) -> bool:
-        """Tell whether the last optimizer step changed the parameters."""
+        """Return whether the last optimizer step changed the parameters."""
         return self.global_steps > 0 and not self.overflow
 
     def get_global_grad_norm(self) -> float | None:
@@ -239,7 +236,7 @@ class TrainingLoop(nn.Module):
         return self._result.norm if self._result is not None else None
 
     def get_lr(self) -> list[float]:
-        """Return the present learning rate of each param group."""
+        """Return the current learning rate of each param group."""
         self._resolve_last_step()
         optimizer = self.torch_optimizer
         return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
@@ -266,7 +263,7 @@ class TrainingLoop(nn.Module):
     # -- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Run the model's forward pass."""
         if self._precision.cast_inputs and self._precision.dtype is not None:
             args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
         if self._shard_step is not None:
@@ -320,7 +317,7 @@ class TrainingLoop(nn.Module):
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Tell whether the next :meth:`step` applies the gradients."""
+        """Return whether the next :meth:`step` updates the parameters."""
         if not self._is_managed:
             return True
         if self._boundary is not None:
@@ -328,25 +325,25 @@ class TrainingLoop(nn.Module):
         return self.accumulated + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next step is an accumulation boundary; counting decides no longer. Raises
-        RuntimeError where the config leaves that to the calls of :meth:`step`.
+        """Set whether the next step is an accumulation boundary, instead of counting micro-batches. Raises
+        RuntimeError with ``managed_gradient_accumulation`` false.
         """
         if not self._is_managed:
             raise RuntimeError(
-                "managed_gradient_accumulation is false: every engine.step() is a boundary. Call it once a "
-                "step instead of set_gradient_accumulation_boundary()"
+                "managed_gradient_accumulation is false, so every engine.step() is a boundary: do not call "
+                "set_gradient_accumulation_boundary()"
             )
         self._boundary = is_boundary
         self._prepare_pass()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the context. The next backward pass outside of it, or the step,
+        """Accumulate gradients locally inside the context. The next backward pass outside it, or the step,
         reduces them. Raises RuntimeError at stages 2 and 3.
         """
         if self._sharded.options.shard_grads:
             raise RuntimeError(
-                f"no_sync needs whole gradients, but stage {self.zero_optimization_stage()} shards them: "
+                f"no_sync needs unsharded gradients, but stage {self.zero_optimization_stage()} shards them: "
                 "use gradient_accumulation_steps"
             )
         self._no_sync = True
@@ -364,7 +361,7 @@ class TrainingLoop(nn.Module):
         self._reducer.sync = transient or (is_last and not self._no_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far."""
+        """Drop the accumulated gradients."""
         self.module.zero_grad(set_to_none)
 
     # -- step
@@ -392,23 +389,22 @@ class TrainingLoop(nn.Module):
             self._has_warned_of_count = True
             if self.global_rank == 0:
                 warn(
-                    f"engine.step() came after {new} backward passes and only counts as one of the "
-                    f"{self.gradient_accumulation_steps()} micro-batches of a step "
-                    "(gradient_accumulation_steps): call it after each backward pass, or, where the script "
-                    "counts by itself, set managed_gradient_accumulation to false"
+                    f"engine.step() after {new} backward passes counts as one micro-batch of "
+                    f"{self.gradient_accumulation_steps()} (gradient_accumulation_steps): call it after each "
+                    "backward pass, or set managed_gradient_accumulation to false if the script counts "
+                    "micro-batches"
                 )
 
     def _optimizer_step(self) -> None:
         if self._shard_step is None:
             raise RuntimeError(
-                "this engine has no optimizer: give initialize one, or an optimizer section in the config. "
-                "None is made where no parameter requires a gradient at that time"
+                "this engine has no optimizer: pass one to initialize, or add an optimizer section to the "
+                "config. At least one parameter must require a gradient"
             )
         if not self._reducer.passes:
             raise RuntimeError(
-                "engine.step() at an accumulation boundary without a backward pass since the last step or "
-                "zero_grad(): it would train nothing. Call engine.backward(loss) first; optimizer.step() is "
-                "this step already"
+                "engine.step() without a backward pass since the last step or zero_grad(): call "
+                "engine.backward(loss) first. optimizer.step() already calls engine.step(): call only one"
             )
         self._reducer.reduce_rest()
         samples = self.train_batch_size()

@@ -23,12 +23,12 @@ def settle_precision(config: Config, comm: Comm) -> Precision:
         scale = "without loss scaling"
         if precision.scaler.used:
             scale = f"with a {'dynamic' if precision.scaler.dynamic else 'fixed'} loss scale"
-        said.append(f"amp: apex is not used: {config.amp.opt_level} is {what} {scale}")
+        said.append(f"amp: zlaunch does not use apex; {config.amp.opt_level} becomes {what} {scale}")
     if config.tf32 is not None:
         if comm.device.type == "cuda" and torch.cuda.get_device_capability(comm.device) >= (8, 0):
             set_tf32(config.tf32)
         else:
-            said.append("tf32 does nothing here: it needs a GPU of compute capability 8.0 or more")
+            said.append("tf32 has no effect: it needs a GPU of compute capability 8.0 or higher")
     for line in said if comm.rank == 0 else ():
         say(line)
     return precision

@@ -66,8 +66,8 @@ def _refuse_anothers(folder: str, run_dir: str | None) -> None:
     if not os.path.realpath(folder).startswith(os.path.realpath(run_dir) + os.sep):
         trial = os.path.basename(run_dir)
         raise RuntimeError(
-            f"resume_dir: {folder} has a checkpoint, and trial {trial} of the sweep shares that folder with "
-            "the others: save below os.environ['ZLAUNCH_RUN_DIR'], which each trial has for itself. To start "
+            f"resume_dir: {folder} has a checkpoint, but trial {trial} of the sweep shares that folder with "
+            "other trials: save under os.environ['ZLAUNCH_RUN_DIR'], a separate folder per trial. To start "
             "all trials from one checkpoint, call engine.load_checkpoint on its folder"
         )
 

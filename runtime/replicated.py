@@ -38,7 +38,7 @@ def _share(tensor: Tensor, comm: Comm) -> None:
     one that is not dense.
     """
     if tensor.layout is not torch.strided:
-        raise ParameterError(f"a buffer or parameter has the layout {tensor.layout}, which is not supported")
+        raise ParameterError(f"unsupported layout {tensor.layout} of a buffer or parameter")
     flat = tensor.detach().contiguous().view(-1)
     comm.broadcast(flat.view(torch.uint8))
     tensor.detach().copy_(flat.view(tensor.shape))

@@ -37,15 +37,16 @@ reported = Reported()
 
 
 def report(**values: float | int | None) -> None:
-    """Tell the launcher (or, without one, standard error of rank 0) the metrics of a step.
+    """Report the metrics of a step to the launcher, or to standard error of rank 0 without a launcher.
 
-    The runtime reports an engine's steps by itself; this adds what it cannot know. Known names are shown by
-    name (``step``, ``steps``: how many there will be, ``loss``, ``lr``, ``loss_scale``, ``grad_norm``,
-    ``tokens_per_s``, ``memory_gb``); others, such as ``val_loss``, are kept for `zlaunch watch` and `zlaunch
-    report`. ``tokens``: how many all ranks have trained on since the last such report, from which the speed
-    is known. What a script reports under a name, such as ``loss``, the runtime reports no more. Never
-    raises: a closed pipe must not end a run. Under zlaunch every rank may report; the console
-    shows rank 0 and the memory of all.
+    An engine reports its steps automatically; use this to add metrics, or to replace one such as ``loss``.
+    Every rank may call it; the console shows rank 0, and the memory of all ranks. Never raises.
+
+    Args:
+        step, steps: The current step, and the total number of steps.
+        loss, lr, loss_scale, grad_norm, tokens_per_s, memory_gb: Shown on the console.
+        tokens: Tokens that all ranks have trained on since the last report; gives the speed.
+        values: Other names, such as ``val_loss``, appear in `zlaunch watch` and `zlaunch report`.
     """
     environment = read_environment()
     shown = {name: _plain(value) for name, value in values.items() if value is not None}

@@ -66,21 +66,24 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
     if keeps_whole_gradients(optimizer):
         if comm.link is not comm.data and not divides_layers:
             raise OptimizerError(
-                f"optimizer {name} exchanges signs between all ranks: leave out mics_shard_size, "
+                f"optimizer {name} exchanges signs between all ranks: remove mics_shard_size, "
                 "zero_hpz_partition_size and quantized gradients and weights"
             )
         agree_on_phase(name, optimizer.param_groups)
         if comm.rank == 0:
             steps = optimizer.param_groups[0]["freeze_step"]
             zero_one = isinstance(optimizer, ZeroOneAdam)
-            first = "signs of gradients, but where the variance learns" if zero_one else "whole gradients"
+            first = (
+                "signs of gradients, except in steps that update the variance"
+                if zero_one
+                else "whole gradients"
+            )
             detail(f"{name}: ranks exchange {first}, for {steps} steps, then signs of momentum")
         comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
     if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(
-            f"optimizer {name} needs whole parameters, and the axes tensor, expert "
-            "and pipeline divide them: use it without these axes, or an optimizer that treats every element "
-            "by itself (Adam, AdamW, SGD, Lion)"
+            f"optimizer {name} needs whole parameters and does not support tensor, expert or pipeline "
+            "parallelism: turn these off, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
         )
 
 

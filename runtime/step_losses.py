@@ -14,10 +14,9 @@ _WATCHED_STEPS = 20
 """Limits the steps in which losses are compared: ranks that read the same samples do from the first."""
 _EQUAL_STEPS = 3
 _SAME = (
-    "the losses of all {ranks} data-parallel ranks were equal in every digit for {steps} steps, so they seem "
-    "to train on the same samples. Give each rank its own: a DistributedSampler with "
-    "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank, or training_data= of "
-    "initialize, whose loader does that"
+    "the losses of all {ranks} data-parallel ranks were identical for {steps} steps: the ranks probably "
+    "train on the same samples. Use a DistributedSampler with num_replicas=engine.data_parallel_size and "
+    "rank=engine.data_parallel_rank, or pass training_data= to initialize"
 )
 _WORDS = 2
 _WORD_BITS = 16

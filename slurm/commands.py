@@ -37,20 +37,18 @@ def submit(path: str | os.PathLike[str], *, unset: Sequence[str] = ()) -> str:
     Raises SlurmError with sbatch's words if it refuses.
     """
     if shutil.which("sbatch") is None:
-        raise SlurmError("there is no sbatch on PATH: this machine cannot submit to SLURM")
+        raise SlurmError("sbatch not found on PATH: this machine cannot submit to SLURM")
     command = ["sbatch", "--parsable", os.path.abspath(path)]
     environ = {name: value for name, value in _outside_of_jobs(os.environ).items() if name not in unset}
     result = _run(command, _SUBMIT_TIMEOUT_S, environ)
     if result.returncode != 0 and "timed out" in result.stderr:
-        raise SlurmError(
-            f"sbatch {os.fspath(path)}: {_complaint(result)}; the job may be in the queue by now"
-        )
+        raise SlurmError(f"sbatch {os.fspath(path)}: {_complaint(result)}; the job may already be queued")
     if result.returncode != 0:
-        raise SlurmError(f"sbatch refused {os.fspath(path)}: {_complaint(result)}")
+        raise SlurmError(f"sbatch rejected {os.fspath(path)}: {_complaint(result)}")
     lines = result.stdout.split()
     match = re.fullmatch(r"(\d+)(;.*)?", lines[-1], re.ASCII) if lines else None
     if match is None:
-        raise SlurmError(f"sbatch printed {result.stdout!r} where the job's id should be")
+        raise SlurmError(f"expected a job ID from sbatch, got {result.stdout!r}")
     return match[1]
 
 
@@ -181,7 +179,7 @@ def _run(
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} has not answered for {timeout_s:.0f} s") from None
+        raise SlurmError(f"{command[0]} did not answer within {timeout_s:.0f} s") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte
         raise SlurmError(f"{command[0]}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -202,11 +200,11 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
         return
     try:
         if was_cancelled(_run(["scontrol", "show", "job", job], _QUERY_TIMEOUT_S, environ).stdout):
-            say(f"job {job} was cancelled: it is not put back into the queue")
+            say(f"job {job} was cancelled and is not requeued")
             return
     except SlurmError as error:
         say(f"--requeue: {error}")
-    say(f"job {job} is put back into the queue")
+    say(f"requeueing job {job}")
     result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
     if result.returncode:
         say(f"scontrol requeue {job}: {_complaint(result)}")
@@ -300,7 +298,7 @@ def own_tasks(comment: str) -> list[tuple[str, str]]:
 def cancel(job_id: str) -> None:
     """End a job, or take it out of the queue. Raises SlurmError, also where there is no such job any more."""
     if (found := state(job_id)) in FINISHED:
-        gone = "SLURM does not know it" if found == UNKNOWN else f"it has ended: {found}"
+        gone = "unknown to SLURM" if found == UNKNOWN else f"already ended: {found}"
         raise SlurmError(f"job {job_id}: {gone}")
     result = _run(["scancel", job_id], _QUERY_TIMEOUT_S)
     if result.returncode or result.stderr.strip():

@@ -18,17 +18,15 @@ _SIGNAL = re.compile(r"(?:B:)?((?:[A-Z][A-Z0-9]*|\d{1,2})(?:@\d{1,5})?)", re.ASC
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+", re.ASCII)
 
 _SIGNAL_COMMENT = """\
-# SLURM sends this signal to the batch shell alone. exec puts zlaunch in the shell's place, so that
-# zlaunch gets it; a bash that waits for a child would keep it to itself.
+# SLURM sends this signal only to the batch shell. exec replaces the shell with zlaunch, which then gets
+# the signal.
 """
-_EXEC_COMMENT = (
-    "# exec: zlaunch takes the shell's place, so what SLURM sends to this script reaches zlaunch.\n"
-)
+_EXEC_COMMENT = "# exec replaces the shell with zlaunch, so that SLURM's signals reach zlaunch.\n"
 _IMAGE_COMMENT = """\
-# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch here runs outside of it.
+# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch itself runs outside it.
 """
 _LEFT_OVER = """\
-# Left over when sbatch is called inside a job step; srun and zlaunch would believe it.
+# Variables of an enclosing job step would mislead srun and zlaunch.
 unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
 """
 
@@ -91,11 +89,9 @@ class BatchScript:
                 raise SlurmError(f"--{option} {text!r}: must be one line of text without control characters")
         for line in self.sbatch:
             if not line.startswith("-") or not line.isprintable():
-                raise SlurmError(
-                    f"--sbatch {line!r}: write one option of sbatch in one line, such as --nice=5"
-                )
+                raise SlurmError(f"--sbatch {line!r}: write one sbatch option on one line, such as --nice=5")
         if not self.script or self.script.startswith("-"):
-            raise SlurmError(f"{self.script!r} where the script should be")
+            raise SlurmError(f"expected a script, got {self.script!r}")
         for option, word in self._words():
             if "\0" in word or "\r\n" in word:
                 raise SlurmError(
@@ -155,8 +151,8 @@ def output_folder(batch: BatchScript) -> Path | None:
     name = str(folder).replace("%x", batch.job_name or "%x").replace("%%", "%")
     if re.search(r"%\d*[A-Za-z]", name):
         raise SlurmError(
-            f"--output {batch.output}: SLURM creates no folders, and the name of {folder} is only known when "
-            "the job runs: use % in the file's name alone"
+            f"--output {batch.output}: SLURM does not create folders, and {folder} is known only when the "
+            "job runs: use % only in the file name"
         )
     return None if name == "." else Path(name)
 
@@ -211,7 +207,7 @@ def _sbatch_quote(value: str) -> str:
 def _environment(batch: BatchScript) -> str:
     text = ""
     if batch.cpus_per_task is not None:
-        text += "# srun does not take this over from sbatch.\n"
+        text += "# srun does not inherit --cpus-per-task from sbatch.\n"
         text += f'export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-{batch.cpus_per_task}}}"\n'
     if batch.container is not None and batch.nodes > 1:
         text += f"{_IMAGE_COMMENT}export PYXIS_CONTAINER_IMAGE={shlex.quote(batch.container)}\n"
@@ -224,7 +220,7 @@ def _activation(batch: BatchScript) -> str:
         lines.append(f"source {shlex.quote(f'{batch.venv}/bin/activate')}")
     if not lines:
         return ""
-    comment = "# Modules and activation scripts may read variables that are not set."
+    comment = "# Modules and activation scripts may read unset variables."
     return "\n".join([comment, "set +u", *lines, "set -u", ""])
 
 

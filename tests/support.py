@@ -192,7 +192,7 @@ def prepare(combination: Combination, torch_index: str) -> Path:
     if torch_index:
         first = [*pip, "--no-deps", "--retries", "1", "--timeout", "15", "--index-url", torch_index, torch]
         if subprocess.run(first, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
-            print(f"{torch_index} has no torch for us: taking the usual one", flush=True)
+            print(f"{torch_index} has no matching torch: using the default index", flush=True)
     file = folder / "constraints.txt"
     file.write_text(constraints)
     _done([*pip, "-c", str(file), torch, *WANTED], "pip install")

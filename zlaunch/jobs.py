@@ -69,7 +69,7 @@ def launch(
         raise LaunchError('zlaunch.launch: queue="local" and slurm=... cannot be used together')
     for option in options:
         if option.partition("=")[0].replace("-", "_") in _NOT_HERE:
-            raise LaunchError(f"zlaunch.launch: {option} is not an option here; there is detach=True")
+            raise LaunchError(f"zlaunch.launch: unknown option {option}; did you mean detach=True?")
     queue = "slurm" if slurm is not None else queue
     try:
         call = cloudpickle.dumps((function, args, kwargs))

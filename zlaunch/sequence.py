@@ -1,8 +1,8 @@
-"""Lets a model of a script's own compute on parts of sequences: ``zlaunch.sequence``.
+"""Sequence parallelism in your own model: ``zlaunch.sequence``.
 
-Where the config has ``parallel.sequence``, the ranks that share sequences have different tokens of each. A
-script divides what it gives to its model by :func:`split` and calls :func:`attention` in place of torch's
-scaled_dot_product_attention; all else works on each token by itself.
+With ``parallel.sequence`` in the config, each rank of a group holds different tokens of each sequence. Split
+the model's inputs with :func:`split`, and call :func:`attention` instead of torch's
+scaled_dot_product_attention. All other layers compute each token independently.
 """
 
 from zlaunch.runtime.sequence_parallel.attention import attention, mean, split, total

@@ -1,4 +1,4 @@
-"""Train a small Llama from its config with the Hugging Face Trainer; nothing is downloaded.
+"""Train a small Llama from its config with the Hugging Face Trainer, without a download.
 
 zlaunch --num_gpus 2 examples/hf/train_clm.py --deepspeed examples/hf/ds_stage2.json
 
@@ -30,7 +30,7 @@ from gpt import load_text
 
 @dataclass
 class Model:
-    """The size of the model."""
+    """Set the size of the model."""
 
     hidden_size: int = field(default=128)
     num_hidden_layers: int = field(default=4)
@@ -39,7 +39,7 @@ class Model:
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Consecutive windows of a text of bytes."""
+    """Return consecutive windows of a byte text."""
 
     def __init__(self, text: torch.Tensor, context: int, count: int) -> None:
         self.windows = text[: context * count].long().view(-1, context)

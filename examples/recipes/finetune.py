@@ -1,4 +1,4 @@
-"""Fine-tune a 7B model with the Hugging Face Trainer: all of its parameters, or LoRA adapters.
+"""Fine-tune a 7B model with the Hugging Face Trainer: all parameters, or LoRA adapters.
 
 cd examples/recipes
 zlaunch --num_gpus 8 finetune.py --deepspeed full_7b.json --model ORG/MODEL --output_dir out
@@ -24,17 +24,17 @@ class Recipe:
 
     model: str = field(
         default=str(HERE / "models/llama-7b"),
-        metadata={"help": "Hub name or folder; with a config alone: random weights"},
+        metadata={"help": "Hub name or folder; with only a config.json: random weights"},
     )
     lora: bool = field(default=False, metadata={"help": "train LoRA adapters of all linear layers"})
     data: str | None = field(default=None, metadata={"help": "folder of .txt, .md or .py files"})
-    length: int = field(default=4096, metadata={"help": "tokens of a row"})
+    length: int = field(default=4096, metadata={"help": "tokens per row"})
     rows: int = field(default=1024, metadata={"help": "rows of the training set"})
-    tiny: bool = field(default=False, metadata={"help": "a few steps of a tiny model, also on CPU workers"})
+    tiny: bool = field(default=False, metadata={"help": "train a tiny model for a few steps, also on CPU"})
 
 
 def with_lora(model: nn.Module) -> nn.Module:
-    """Freeze a model, and add adapters to all of its linear layers but the head."""
+    """Freeze a model, and add LoRA adapters to every linear layer except the head."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)

@@ -1,9 +1,9 @@
-"""Reinforcement learning (GRPO) of a 7B model's LoRA adapters with trl. Needs: pip install trl peft
+"""Train LoRA adapters of a 7B model with reinforcement learning (GRPO, trl). Needs: pip install trl peft
 
 cd examples/recipes
 zlaunch --num_gpus 8 grpo.py --deepspeed grpo_7b.json --model ORG/MODEL --output_dir out
 
-The reward counts the words "the" in an answer: replace `reward` by yours.
+The reward counts the word "the" in an answer: replace `reward` with your own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Recipe:
     """Select the model."""
 
     model: str = field(default=str(HERE / "models/llama-7b"), metadata={"help": "Hub name or folder"})
-    tiny: bool = field(default=False, metadata={"help": "a few steps of a tiny model, also on CPU workers"})
+    tiny: bool = field(default=False, metadata={"help": "train a tiny model for a few steps, also on CPU"})
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -34,7 +34,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens are bytes, for the tiny variant: nothing is downloaded."""
+    """Return a byte-level tokenizer for the tiny variant, without a download."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {name: index for index, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

@@ -28,14 +28,12 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(HERE / "models/llama-7b"), help="folder with a config.json")
     parser.add_argument("--data", help="folder of .txt, .md or .py files")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per row")
     parser.add_argument("--rows", type=int, default=4096, help="rows of the training set")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--checkpoints", help="directory for checkpoints; a run resumes from what is there")
-    parser.add_argument("--save_every", type=int, default=100, help="steps between two checkpoints")
-    parser.add_argument(
-        "--tiny", action="store_true", help="a few steps of a tiny model, also on CPU workers"
-    )
+    parser.add_argument("--checkpoints", help="directory for checkpoints; a run resumes from the latest one")
+    parser.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--tiny", action="store_true", help="train a tiny model for a few steps, also on CPU")
     zlaunch.add_config_arguments(parser)
     args = parser.parse_args()
     if args.tiny:

@@ -1,4 +1,4 @@
-"""Share what the recipes have in common: the model, its tiny variant, and packed text."""
+"""Build the model, its tiny variant and packed text for all recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TINY = {
     **{"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256},
 }
 _END = 0
-"""Token between documents where the model has no tokenizer: text is bytes then, and no text has this one."""
+"""Token between documents for a model without a tokenizer. Text is bytes then and never contains it."""
 
 
 def architecture(model: str, *, tiny: bool) -> PretrainedConfig:
@@ -31,7 +31,7 @@ def architecture(model: str, *, tiny: bool) -> PretrainedConfig:
 
 
 def build(model: str, *, tiny: bool) -> PreTrainedModel:
-    """Return the pretrained model; a folder with a config alone, and ``tiny``, give random weights."""
+    """Return the pretrained model. ``tiny``, or a folder with only a config.json, gives random weights."""
     config = architecture(model, tiny=tiny)
     if tiny or (os.path.isdir(model) and os.listdir(model) == ["config.json"]):
         return AutoModelForCausalLM.from_config(config)
@@ -39,10 +39,10 @@ def build(model: str, *, tiny: bool) -> PreTrainedModel:
 
 
 class PackedText(Dataset[dict[str, Tensor]]):
-    """Documents one after another, cut into rows of equal length: no token is padding.
+    """Concatenate documents and split them into rows of equal length, without padding.
 
-    `position_ids` begin at 0 in each document. Hugging Face models see by them which tokens of a row belong
-    together, so attention stays inside of a document.
+    `position_ids` start at 0 in each document. Hugging Face models use them to separate the documents of a
+    row, so attention stays inside a document.
     """
 
     def __init__(self, documents: Iterator[Tensor], length: int, rows: int) -> None:
@@ -57,7 +57,7 @@ class PackedText(Dataset[dict[str, Tensor]]):
                 break
         count = sum(map(len, tokens)) // length * length
         if not count:
-            raise SystemExit(f"the documents have fewer than {length} tokens: give more --data")
+            raise SystemExit(f"the documents have fewer than {length} tokens: pass more --data")
         self.tokens = torch.cat(tokens)[:count].view(-1, length)
         self.places = torch.cat(places)[:count].view(-1, length)
 
@@ -74,7 +74,7 @@ def documents(model: str, data: str | None, *, tiny: bool) -> Iterator[Tensor]:
     folder = Path(data or sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in folder.glob("*") if path.suffix in (".txt", ".md", ".py"))
     if not files:
-        raise SystemExit(f"--data {folder}: there is no .txt, .md or .py file")
+        raise SystemExit(f"--data {folder}: no .txt, .md or .py files found")
     has_tokenizer = not tiny and not (os.path.isdir(model) and not Path(model, "tokenizer.json").exists())
     tokenizer = AutoTokenizer.from_pretrained(model) if has_tokenizer else None
     for path in files:
@@ -86,6 +86,6 @@ def documents(model: str, data: str | None, *, tiny: bool) -> Iterator[Tensor]:
 
 
 def use_cpu_if_needed() -> None:
-    """Have accelerate use the CPU workers where there is no GPU."""
+    """Make accelerate use the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         sys.argv.append("--use_cpu")

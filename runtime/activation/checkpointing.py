@@ -1,9 +1,9 @@
-"""Checkpoints activations: keeps only a function's inputs and runs it again in the backward pass.
+"""Checkpoint activations: keep only a function's inputs and recompute it in the backward pass.
 
-Public as ``zlaunch.checkpointing``, under DeepSpeed's names: :func:`configure` once, then
-``checkpoint(layer, x)`` in the model's forward; or :func:`checkpoint_blocks`, which the config's
-``activation_checkpointing.enabled`` calls, for a model as it is. ``torch.utils.checkpoint`` runs the function
-again, without reentrant autograd; ``offload.py`` keeps the inputs meanwhile.
+Public as ``zlaunch.checkpointing``, with DeepSpeed's names. Call :func:`configure` once, then
+``checkpoint(layer, x)`` in the model's forward. Or call :func:`checkpoint_blocks` on an unchanged model, as
+the config's ``activation_checkpointing.enabled`` does. ``torch.utils.checkpoint`` recomputes the function,
+without reentrant autograd; ``offload.py`` stores the inputs.
 """
 
 from __future__ import annotations
@@ -60,16 +60,24 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose where checkpointed inputs are kept, for the engines that there are and those to come, whose
-    configs override it, and for calls without an engine; an argument that is None changes nothing.
+    """Configure how checkpointed inputs are stored, for all engines and for calls without an engine.
 
-    ``mpu_`` knows the ranks that hold equal activations (``get_model_parallel_group()`` or
-    ``get_tensor_model_parallel_group()``). ``deepspeed_config`` is a config to take the section
-    ``activation_checkpointing`` from; the other arguments override it. With ``partition_activations`` each of
-    those ranks keeps one slice of a large floating input, and all gather it in the backward pass; with
-    ``checkpoint_in_cpu`` inputs on a GPU wait in host memory; ``num_checkpoints`` is
-    :func:`checkpoint_blocks`'s default. The rest is accepted and has no effect. Raises ConfigError for a bad
-    config, TypeError for an ``mpu_`` without such a method.
+    The config of an engine overrides these settings. An argument of None changes nothing. Arguments that are
+    not listed are accepted for compatibility and have no effect.
+
+    Args:
+        mpu_: Object with ``get_model_parallel_group()`` or ``get_tensor_model_parallel_group()``, which
+            returns the ranks that hold equal activations.
+        deepspeed_config: Config with a section ``activation_checkpointing``; the other arguments override
+            it.
+        partition_activations: Shard large floating-point inputs over those ranks. The backward pass
+            all-gathers them.
+        checkpoint_in_cpu: Offload inputs on a GPU to host memory.
+        num_checkpoints: Default of :func:`checkpoint_blocks`.
+
+    Raises:
+        ConfigError: The config is invalid.
+        TypeError: ``mpu_`` has no such method.
     """
     if mpu_ is not None:
         group_getter(mpu_)
@@ -107,8 +115,8 @@ def _check_partition(settings: _Settings) -> None:
     if settings.place.partition and settings.place.mpu is None and not _settings.warned:
         _settings.warned = True
         _warn(
-            "partition_activations has nothing to do without model-parallel ranks: "
-            "give zlaunch.checkpointing.configure an mpu_"
+            "partition_activations has no effect without model parallelism: pass mpu_ to "
+            "zlaunch.checkpointing.configure"
         )
 
 
@@ -144,17 +152,17 @@ def apply(
 
 
 def is_configured() -> bool:
-    """Tell whether :func:`configure` was called, or initialize with a config that has this section."""
+    """Return True after :func:`configure`, or after ``initialize`` with a config that has this section."""
     return any(each.configured for each in _all_settings())
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Set how many blocks :func:`checkpoint_blocks` takes by default."""
+    """Set the default number of blocks of :func:`checkpoint_blocks`."""
     _settings.number = nlayers
 
 
 def reset() -> None:
-    """Give unused host memory back to the system; the settings stay."""
+    """Return unused host memory to the system, and keep the settings."""
     offload.trim()
 
 
@@ -169,10 +177,13 @@ def _warn(message: str) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(*args, **kwargs)`` and keep only its arguments for the backward pass.
 
-    Anything may be passed and returned. Tensors that are arguments themselves (not inside a list, say) are
-    kept where :func:`configure` says. The second run draws equal random numbers. Without gradients it is a
-    plain call; inside another checkpointed call, and under torch.compile, it is torch's own checkpoint.
-    Raises RuntimeError, at the latest in the backward pass, if an argument was modified in place meanwhile.
+    Arguments and results can be anything. Tensors passed directly as arguments (not inside a list, for
+    example) are stored as :func:`configure` says. The recomputation draws the same random numbers. Without
+    gradients, this is a plain call. Inside another checkpointed call, and under torch.compile, it is torch's
+    checkpoint.
+
+    Raises:
+        RuntimeError: An argument was modified in place before the backward pass.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -247,19 +258,25 @@ def has_blocks(model: nn.Module) -> bool:
 
 
 def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
-    """Checkpoint the calls of a model's blocks while it trains, and return the names of the blocks.
+    """Checkpoint the blocks of a model during training, and return their names.
 
-    Blocks are the members of its ModuleLists (the layers of a transformer; of the inner lists, where a member
-    has one itself), and of Sequentials if they are modules with parts; not those that Hugging Face's
-    ``gradient_checkpointing`` checkpoints already. Each is checkpointed by itself, as the model's forward may
-    do anything between two. With ``number_checkpoints`` = n only n of them are, evenly spaced: the others
-    keep their activations, which costs memory and saves time. None is :func:`configure`'s number, or all. A
-    second call replaces the first, 0 undoes it. Modules keep their class, names and state_dict; ``use_cache``
-    in a Hugging Face config is switched off. Raises ValueError if there are no blocks.
+    Blocks are the members of the model's ModuleLists, such as transformer layers; in nested lists, the
+    members of the inner ones. Members of Sequentials count if they have submodules. Blocks that Hugging
+    Face's ``gradient_checkpointing`` already checkpoints are skipped. Modules keep their class, names and
+    state_dict. ``use_cache`` in a Hugging Face config is set to False. A second call replaces the first.
+
+    Args:
+        model: The model.
+        number_checkpoints: Number of blocks to checkpoint, evenly spaced; 0 undoes an earlier call. Fewer
+            checkpoints take more memory and less time. None is the number of :func:`configure`, or all
+            blocks.
+
+    Raises:
+        ValueError: The model has no blocks, or the number is negative.
     """
     number = _settings.number if number_checkpoints is None else number_checkpoints
     if number is not None and number < 0:
-        raise ValueError(f"number_checkpoints is {number}, it must not be negative")
+        raise ValueError(f"number_checkpoints must be 0 or more, got {number}")
     for module in model.modules():
         present = module.__dict__.get("forward")
         if isinstance(present, _CheckpointedForward) and present.module is module:
@@ -274,7 +291,10 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
         )
     free = [(name, block) for name, block in blocks if not _checkpoints_itself(model, name, block)]
     if len(free) < len(blocks):
-        _warn(f"{len(blocks) - len(free)} blocks are left alone: gradient_checkpointing is on in the model")
+        _warn(
+            f"skipped {len(blocks) - len(free)} blocks that the model already checkpoints "
+            "(gradient_checkpointing)"
+        )
     count = len(free) if number is None else min(number, len(free))
     chosen = [free[index * len(free) // count] for index in range(count)]
     if chosen:
@@ -291,7 +311,7 @@ def _switch_off_caches(model: nn.Module) -> None:
     for config in caching:
         config.use_cache = False  # type: ignore[union-attr]
     if caching:
-        _warn("use_cache is switched off in the model's config: checkpointed blocks cannot fill a cache")
+        _warn("set use_cache=False in the model's config: checkpointed blocks cannot fill a KV cache")
 
 
 def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

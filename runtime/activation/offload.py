@@ -147,8 +147,8 @@ class Segment:
             dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
             if not everywhere.item():
                 raise RuntimeError(
-                    "partition_activations needs inputs that are equal on all model-parallel ranks; one of "
-                    f"shape {tuple(x.shape)} is not"
+                    "partition_activations needs equal inputs on all model-parallel ranks, but an input of "
+                    f"shape {tuple(x.shape)} differs"
                 )
             self._place.replicated = True
         return piece
@@ -164,8 +164,8 @@ def _whole_of(piece: Tensor, shape: torch.Size, group: Any) -> Tensor:
 def _check_version(x: Tensor, version: int) -> None:
     if x._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} was modified in place after it was given to a checkpointed "
-            "function, which needs it again: clone it first"
+            f"a tensor of shape {tuple(x.shape)} was modified in place after it was passed to a "
+            "checkpointed function, which needs it again: clone it first"
         )
 
 

@@ -39,9 +39,7 @@ class LogitsLater:
     """The number of labels that count."""
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise ParameterError(
-            f"{_KEY}: the model computes with its logits before the loss: set tiled_loss to false"
-        )
+        raise ParameterError(f"{_KEY}: the model changes its logits before the loss: set tiled_loss to false")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -124,8 +122,8 @@ class LabelledForward:
             if labels is None and self.module.training and torch.is_grad_enabled() and not self._has_told:
                 self._has_told = True
                 warn(
-                    f"{_KEY} has no effect on a pass without labels: the model makes all logits. Give it the "
-                    "labels, or compute the loss by zlaunch.checkpointing.tiled_cross_entropy"
+                    f"{_KEY} has no effect without labels: the model computes all logits. Pass labels, or "
+                    "compute the loss with zlaunch.checkpointing.tiled_cross_entropy"
                 )
             return self._inner(*args, **kwargs)
         keep = given.get("logits_to_keep", 0)

@@ -22,10 +22,10 @@ IGNORED = -100
 
 
 def tiled(function: Callable[[Tensor], Tensor], tokens: Tensor, tile_tokens: int) -> Tensor:
-    """Return ``function(tokens)``, computed in tiles of about ``tile_tokens`` of the tokens.
+    """Return ``function(tokens)``, computed in tiles of about ``tile_tokens`` tokens.
 
-    ``tokens`` is (batch, tokens, ...), and so is the result; each token's depends on that token alone. Only
-    the tokens are kept for the backward pass, which computes each tile again.
+    ``tokens`` and the result have shape (batch, tokens, ...). Each token's result must depend only on that
+    token. The backward pass keeps only ``tokens`` and recomputes each tile.
     """
     length = max(1, tile_tokens // max(1, tokens.shape[0]))
     if length >= tokens.shape[1] or not torch.is_grad_enabled():
@@ -45,10 +45,10 @@ def tiled_cross_entropy(
     tile_tokens: int,
     ignore_index: int = IGNORED,
 ) -> Tensor:
-    """Return the sum of the cross-entropies of ``head(hidden)``, of which only a tile exists at a time.
+    """Return the summed cross-entropy of ``head(hidden)``. Only one tile of logits exists at a time.
 
-    ``hidden`` is (batch, tokens, width), ``targets`` (batch, tokens); ``head`` gives logits of the
-    vocabulary. Losses are computed in float32 or wider; divide by ``(targets != ignore_index).sum()`` for
+    ``hidden`` is (batch, tokens, width), ``targets`` (batch, tokens); ``head`` returns logits over the
+    vocabulary. Losses are computed in float32 or wider. Divide by ``(targets != ignore_index).sum()`` for
     the mean.
     """
 
@@ -78,8 +78,8 @@ class TiledForward:
             return self._whole(*args, **kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].dim() < 3:
             raise ParameterError(
-                f"activation_checkpointing.tiled_mlp: {self.name} is not called with one tensor (batch, "
-                "tokens, width): set tiled_mlp to false"
+                f"activation_checkpointing.tiled_mlp: {self.name} must take one tensor (batch, tokens, "
+                "width): set tiled_mlp to false"
             )
         return tiled(self._whole, args[0], self.tile_tokens)
 
@@ -102,14 +102,14 @@ def tile_mlps(model: nn.Module, tile_tokens: int | str) -> None:
     ]
     if not found:
         raise ParameterError(
-            "activation_checkpointing.tiled_mlp: the model has no modules of linear layers called "
-            f"{', '.join(_NAMES)}: call zlaunch.checkpointing.tiled in the model's forward instead"
+            f"activation_checkpointing.tiled_mlp: the model has no MLP modules named {', '.join(_NAMES)}: "
+            "call zlaunch.checkpointing.tiled in the model's forward instead"
         )
     for name, module in found:
         widths = [each.weight.shape[-1] for each in _linears(module)]
         size = widths[0] if tile_tokens == "auto" else int(tile_tokens)
         module.forward = TiledForward(module, name, size)
-    detail(f"tiled_mlp: {len(found)} modules compute tiles of tokens, and again in the backward pass")
+    detail(f"tiled_mlp: {len(found)} modules compute in tiles of tokens, and recompute in the backward pass")
 
 
 def _linears(module: nn.Module) -> list[Any]:

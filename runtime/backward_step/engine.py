@@ -49,8 +49,8 @@ class SteppingEngine(Engine):
         """Back-propagate the loss and step each unit. Raises OptimizerError for ``retain_graph``."""
         if retain_graph:
             raise OptimizerError(
-                f"backward(retain_graph=True) is not possible with {_KEY}: the pass changes the parameters "
-                "that the graph would be used with again"
+                f"{_KEY} does not support backward(retain_graph=True): the backward pass updates parameters "
+                "that the graph still needs"
             )
         return super().backward(loss, False, scale_wrt_gas)
 
@@ -99,8 +99,8 @@ class SteppingEngine(Engine):
 
 def _accumulates(steps: object) -> OptimizerError:
     return OptimizerError(
-        f"{steps} micro-batches in a step are not possible with {_KEY}: each backward pass is a step. Use a "
-        "larger micro-batch, or leave the key out"
+        f"{_KEY} does not support {steps} micro-batches per step: each backward pass is a step. Use a "
+        "larger micro-batch or remove the key"
     )
 
 
@@ -120,17 +120,19 @@ def choose_backward_step(
         raise ConfigError(
             [
                 f"{effective.loaded.origin}: {_KEY}: gradient_accumulation_steps is "
-                f"{config.gradient_accumulation_steps}, and each backward pass is a step: make it 1"
+                f"{config.gradient_accumulation_steps}, but each backward pass is a step: set it to 1"
             ]
         )
     if whole or collective_step_of(optimizer) is not None:
         raise OptimizerError(
-            f"optimizer {type(optimizer).__name__} needs whole parameters or data of other ranks, and {_KEY} "
-            "steps each unit by itself: leave the key out, or use an optimizer that treats every element by "
-            "itself (Adam, AdamW, SGD, Lion)"
+            f"{_KEY} does not support optimizer {type(optimizer).__name__}, which needs whole parameters or "
+            "other ranks' data: remove the key, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
         )
     if comm.rank == 0:
-        say(f"step_in_backward: units are stepped inside the backward pass; {_clipping(effective)}")
+        say(
+            "step_in_backward: the optimizer steps each unit inside the backward pass; "
+            f"{_clipping(effective)}"
+        )
     return type(f"Stepping{kind.__name__}", (SteppingEngine, kind), {}), SteppingReducer
 
 
@@ -141,6 +143,6 @@ def _clipping(effective: Effective) -> str:
     if effective.config.zero_optimization.step_in_backward_clipping == "value":
         return f"each element of a gradient is clipped to {clip:g}"
     return (
-        f"gradients are clipped to {clip:g} by the norm of the step before, in the first step each unit by "
-        "its own"
+        f"gradients are clipped to {clip:g} by the previous step's norm, in the first step by each unit's "
+        "norm"
     )

@@ -28,9 +28,9 @@ class SteppingReducer(GradientReducer):
         else:
             if not self.is_empty_pass:
                 raise OptimizerError(
-                    "a second backward pass before engine.step(): with zero_optimization.step_in_backward a "
-                    "step has one. Another model's loss that goes through this one is one, too: freeze this "
-                    "model meanwhile (requires_grad_(False)), or detach its inputs"
+                    "second backward pass before engine.step(): zero_optimization.step_in_backward allows "
+                    "one per step. If another model's loss runs through this model, freeze this model "
+                    "during that pass (requires_grad_(False)) or detach its inputs"
                 )
             self.clear()  # zeros: the pass reached no parameter, such as one of a model that was frozen
         self.step.begin()
@@ -39,9 +39,9 @@ class SteppingReducer(GradientReducer):
     def _open(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.REDUCED:
             raise OptimizerError(
-                f"{bucket.unit.name} has another gradient after it was stepped in this backward pass: its "
-                "parameters are used in several reentrant checkpoints. Use use_reentrant=False, or leave out "
-                "zero_optimization.step_in_backward. Parameters have been changed: load the last checkpoint"
+                f"{bucket.unit.name} got another gradient after its step in this backward pass: several "
+                "reentrant checkpoints use its parameters. Set use_reentrant=False or remove "
+                "zero_optimization.step_in_backward. Parameters have changed: load the last checkpoint"
             )
         super()._open(bucket)
 

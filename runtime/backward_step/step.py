@@ -34,8 +34,7 @@ from ..zero.unit import Unit
 from .writes import WritesBesideStep
 
 _HALF = (
-    "parameters have been changed by the optimizer's step inside the backward pass "
-    "(zero_optimization.step_in_backward)"
+    "the optimizer has already changed parameters in the backward pass (zero_optimization.step_in_backward)"
 )
 
 
@@ -177,11 +176,10 @@ class BackwardStep:
             return
         if not self.has_gradients:
             raise OptimizerError(
-                f"the last backward pass ended in an exception half-way, and {_HALF}: load the last "
-                "checkpoint"
+                f"the last backward pass raised an exception midway, and {_HALF}: load the last checkpoint"
             )
         raise OptimizerError(
-            f"{_HALF}, and engine.step() has not ended since: call it directly after the backward pass; if "
+            f"{_HALF}, but engine.step() has not completed since: call it right after the backward pass; if "
             "it raised an error, load the last checkpoint"
         )
 
@@ -198,12 +196,12 @@ class BackwardStep:
             return
         if self._in_step:
             raise OptimizerError(
-                f"gradients are not finite, and {_HALF}: load the last checkpoint. To go on in such a case "
-                'set "bf16": {"check_grad_overflow": false}'
+                f"gradients are not finite, and {_HALF}: load the last checkpoint. To continue in this "
+                'case, set "bf16": {"check_grad_overflow": false}'
             )
         raise OptimizerError(
-            f"gradients cannot be dropped: {_HALF}. Call engine.step(), and zero_grad() before the backward "
-            "pass or not at all"
+            f"cannot drop gradients: {_HALF}. Call engine.step(); call zero_grad() only before the backward "
+            "pass"
         )
 
     def reset(self) -> None:
@@ -238,9 +236,9 @@ class BackwardStep:
             changed = [key for key, value in before.items() if now.get(key) != value]
             if changed:
                 raise OptimizerError(
-                    f"{changed[0]} of parameter group {index} was changed after backward() had begun, and "
-                    "with zero_optimization.step_in_backward that steps by what was set before: change it "
-                    "before backward(), or leave the key out"
+                    f"{changed[0]} of parameter group {index} was changed after backward() started, but "
+                    "zero_optimization.step_in_backward steps with the earlier value: change it before "
+                    "backward(), or remove the key"
                 )
         with torch.no_grad():
             for unit in self._waiting:
@@ -275,6 +273,6 @@ class _NotInThisPass(Pending):
     def wait(self) -> None:
         if not self.ready and placeholder.in_backward():
             raise OptimizerError(
-                f"{self._name} is used again in the backward pass that has stepped it, and {_HALF}: leave "
-                "step_in_backward out for this model, and load the last checkpoint"
+                f"{self._name} is used again after its step in the same backward pass, and {_HALF}: remove "
+                "step_in_backward for this model and load the last checkpoint"
             )

@@ -55,9 +55,9 @@ class WritesBesideStep(Writes):
             return
         if self._count() != self._versions or (self._before is not None and not self._is_untouched()):
             raise OptimizerError(
-                f"a parameter of {self._unit.name} was changed between the backward pass and engine.step(): "
-                "with zero_optimization.step_in_backward the optimizer has stepped it in the pass. "
-                "Change parameters after engine.step(), and load the last checkpoint"
+                f"a parameter of {self._unit.name} was changed between the backward pass and engine.step(), "
+                "after zero_optimization.step_in_backward had stepped it. Change parameters after "
+                "engine.step(), and load the last checkpoint"
             )
         self._ahead, self._before = False, None
 

@@ -27,7 +27,7 @@ def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own
     try:
         answers = exchange((None if own else result, problem))
     except RuntimeError as error:  # what torch raises when a connection breaks
-        raise CheckpointError(f"another rank ended during it: {error}") from None
+        raise CheckpointError(f"another rank failed during the checkpoint: {error}") from None
     problems = [text for _, text in answers if text]
     if problems:
         raise CheckpointError(problems[0])
@@ -37,5 +37,5 @@ def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own
 def _text(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}no space left on the disk: free some, or save elsewhere"
+        return f"{where}no space left on the disk: free space, or save to another folder"
     return f"{where}{error.strerror or error}"

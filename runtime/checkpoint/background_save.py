@@ -117,7 +117,7 @@ class BackgroundSave:
 
     def _warn(self, error: CheckpointError) -> None:
         if self._comm.rank == 0 and not self._has_warned:
-            warn(f"no new snapshot in memory, training goes on: {error}")
+            warn(f"in-memory snapshot failed, training continues: {error}")
         self._has_warned = True
 
     def poll(self) -> None:

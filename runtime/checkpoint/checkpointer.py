@@ -102,7 +102,7 @@ class Checkpointer:
         """Raise CheckpointError if a load has ended half-way: there are values of two states then."""
         if self._half_loaded:
             raise CheckpointError(
-                f"the last load_checkpoint failed half-way ({self._half_loaded}): load another one first"
+                f"the last load_checkpoint failed halfway ({self._half_loaded}): load a checkpoint first"
             )
 
     # -- saving
@@ -136,8 +136,8 @@ class Checkpointer:
         left = run.accumulated
         if left and comm.rank == 0:
             warn(
-                f"saving between two optimizer steps: the gradients of the last {left} micro-batches are not "
-                "in the checkpoint"
+                "saving between two optimizer steps: the checkpoint does not contain the gradients of the "
+                f"last {left} micro-batches"
             )
         self.wait()
         folder = absolute(folder)
@@ -176,7 +176,7 @@ class Checkpointer:
         comm = self._comm
         folder = self._stop_folder or self._folder or read_environment().resume_dir or _FALLBACK_FOLDER
         if comm.rank == 0:
-            say(f"asked to stop: saving to {folder}")
+            say(f"stop requested: saving to {folder}")
         try:
             self.wait()
         except Exception as error:  # an earlier save's; this one may succeed
@@ -186,11 +186,11 @@ class Checkpointer:
             self.save(folder, None, state, at_once=True)
         except CheckpointError as problem:
             if comm.rank == 0:
-                warn(f"once more without client_state: {problem}")
+                warn(f"saving again without client_state: {problem}")
             try:
                 self.save(folder, None, None, at_once=True)
             except CheckpointError as error:
-                raise CheckpointError(f"asked to stop, but the state could not be saved: {error}") from None
+                raise CheckpointError(f"stop requested, but saving failed: {error}") from None
         raise SystemExit(REQUEUE_EXIT_CODE)
 
     def _counters(self) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class Checkpointer:
         checkpoint = open_chosen(self._comm, folder, tag, node_local=node_local, missing_ok=optional)
         if checkpoint is None:
             if self._comm.rank == 0 and not missing_ok:
-                warn(f"{folder}: no checkpoint is there: nothing was loaded, and training starts from step 0")
+                warn(f"{folder}: no checkpoint found, training starts from step 0")
             return None, {}
         try:
             facts = self._read_facts(checkpoint)
@@ -316,7 +316,7 @@ class Checkpointer:
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
             come_to_rest(self._sharded, self._shard_step)
-            self._half_loaded = "another rank ended"
+            self._half_loaded = "another rank failed"
             try:
                 restore_shards(checkpoint, self._sharded, step)
             except CheckpointError as error:
@@ -364,8 +364,8 @@ class Checkpointer:
         kind = type(scheduler).__name__
         if saved is not None and scheduler is not None and saved["class"] not in (None, kind):
             raise CheckpointError(
-                f"{folder}: has the state of the schedule {saved['class']}, and the engine's is {kind}: "
-                "load_lr_scheduler_states=False restarts it"
+                f"{folder}: has the state of the scheduler {saved['class']}, but the engine has {kind}: pass "
+                "load_lr_scheduler_states=False to restart the schedule"
             )
 
     def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:

@@ -40,7 +40,7 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
         sources[f"buffer {name}"] = f"buffer {name}"
     there |= {f"buffer {name}": shape for name, shape in buffers.items()}
     problems = [
-        f"{name} has shape {there[sources[name]]} in it and {shape} in the model"
+        f"{name} has shape {there[sources[name]]} in the checkpoint and {shape} in the model"
         for name, shape in shapes.items()
         if there.get(sources[name], shape) != shape
     ]
@@ -48,15 +48,14 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     if strict:
         excluded, used = set(checkpoint.manifest["excluded"]), set(sources.values())
         missing = [name for name, source in sources.items() if source not in there and name not in excluded]
-        problems += [f"{name} is not in it" for name in missing]
+        problems += [f"{name} is not in the checkpoint" for name in missing]
         fits = fits and 2 * len(missing) <= len(sources)
         problems += [f"{name} is not in the model" for name in there if name not in used]
     if problems:
-        advice = " (load_module_strict=False loads what fits)" if strict and fits else ""
+        advice = " (load_module_strict=False loads the parameters that match)" if strict and fits else ""
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError(
-            f"{checkpoint.folder}: is from another model: {'; '.join(problems[:_SHOWN])}{more}{advice}"
-        )
+        found = "; ".join(problems[:_SHOWN])
+        raise CheckpointError(f"{checkpoint.folder}: does not match the model: {found}{more}{advice}")
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
@@ -65,16 +64,16 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
     if saved is None:
         return
     kinds = {saved["class"], type(optimizer).__name__}
-    advice = "load_optimizer_states=False begins with fresh state"
+    advice = "pass load_optimizer_states=False to start with fresh state"
     if saved["class"] is not None and len(kinds) > 1 and not any(kinds <= alike for alike in _ALIKE):
         raise CheckpointError(
-            f"{checkpoint.folder}: has the state of {saved['class']}, and the optimizer is "
+            f"{checkpoint.folder}: has the state of {saved['class']}, but the optimizer is "
             f"{type(optimizer).__name__}: {advice}"
         )
     count = len(saved["groups"])
     if count and count != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{checkpoint.folder}: has {count} parameter groups, and the optimizer "
+            f"{checkpoint.folder}: has {count} parameter groups, but the optimizer has "
             f"{len(optimizer.param_groups)}: {advice}"
         )
     for own, group in zip(optimizer.param_groups, saved["groups"], strict=False):
@@ -82,7 +81,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
             before, now = bool(group.get(key, default)), bool(own.get(key, default))
             if before is not now:
                 raise CheckpointError(
-                    f"{checkpoint.folder}: was saved with {key} {before}, and the optimizer has {now}: "
+                    f"{checkpoint.folder}: was saved with {key} {before}, but the optimizer has {now}: "
                     f"{advice}"
                 )
     for unit in units if count > 1 else ():
@@ -90,7 +89,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
             entry = checkpoint.parameters.get(source_name(checkpoint, name))
             if entry is not None and entry["trainable"] and slot.group not in (-1, entry["group"]):
                 raise CheckpointError(
-                    f"{checkpoint.folder}: has {name} in parameter group {entry['group']}, and the optimizer "
+                    f"{checkpoint.folder}: has {name} in parameter group {entry['group']}, but the optimizer "
                     f"has it in group {slot.group}: {advice}"
                 )
 

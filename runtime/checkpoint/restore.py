@@ -40,8 +40,8 @@ def check_fits(
     saved_by = (checkpoint.manifest["optimizer"] or {}).get("class")
     if step is not None and sharded.comm.rank == 0 and saved_by not in (None, type(step.optimizer).__name__):
         warn(
-            f"{checkpoint.folder} was saved by {saved_by}: its moments go on in "
-            f"{type(step.optimizer).__name__}, which decays weights in its own way"
+            f"{checkpoint.folder} was saved with {saved_by}: {type(step.optimizer).__name__} continues with "
+            "its moments, but applies weight decay differently"
         )
     if step is None or checkpoint.manifest["optimizer"] is None or sharded.comm.rank != 0:
         return
@@ -55,8 +55,8 @@ def check_fits(
     if saved:
         names = ", ".join(saved[:3]) + (" ..." if len(saved) > 3 else "")
         warn(
-            f"{checkpoint.folder} has optimizer state of {len(saved)} parameters that "
-            f"are frozen now ({names}); it is not loaded: unfreeze them before load_checkpoint"
+            f"{checkpoint.folder}: optimizer state of {len(saved)} frozen parameters is not loaded "
+            f"({names}): unfreeze them before load_checkpoint"
         )
 
 

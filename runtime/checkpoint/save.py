@@ -138,8 +138,8 @@ class Save:
                 self._whole_writer = FileWriter(folder / WHOLE, _announce(self._whole), self._link)
             except FileExistsError:
                 raise CheckpointError(
-                    f"{folder / WHOLE}: another node writes it, too: the nodes share this folder, so "
-                    "use_node_local_storage has to be false"
+                    f"{folder / WHOLE}: another node writes this file, so the nodes share the folder: set "
+                    "use_node_local_storage to false"
                 ) from None
 
     def _write(self, block: ShardBlock) -> None:

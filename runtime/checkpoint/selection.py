@@ -29,8 +29,8 @@ def choose_target(
     for rank, (other, _, _) in enumerate(places):
         if other != places[0][0] and not node_local:
             raise CheckpointError(
-                f"rank {rank} saves to {other} and rank 0 to {places[0][0]}: every rank has to give the "
-                'same folder, which all see (or set "use_node_local_storage")'
+                f"rank {rank} saves to {other}, but rank 0 to {places[0][0]}: pass the same shared folder on "
+                'every rank, or set "use_node_local_storage"'
             )
     _check_tags([str(given) for _, given, _ in places], validation, is_first=comm.rank == 0)
     tag = places[0][1]
@@ -42,13 +42,13 @@ def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None
     others = [rank for rank, tag in enumerate(tags) if tag != tags[0]]
     if not others or validation == "Ignore":
         return
-    said = ", ".join(f"rank {rank} under the tag {tags[rank]!r}" for rank in [0, *others[:3]])
+    said = ", ".join(f"rank {rank} passes tag {tags[rank]!r}" for rank in [0, *others[:3]])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    text = f"save_checkpoint: {said}{more}: every rank has to give the same"
+    text = f"save_checkpoint: {said}{more}: pass the same tag on every rank"
     if validation == "Fail":
         raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
     if is_first:
-        warn(f"{text}; all are saved under {tags[0]!r}, rank 0's")
+        warn(f"{text}; saving under rank 0's tag {tags[0]!r}")
 
 
 def open_chosen(
@@ -62,8 +62,8 @@ def open_chosen(
     if any(other != tags[0] for other in tags):
         rank = next(rank for rank, other in enumerate(tags) if other != tags[0])
         raise RankMismatchError(
-            f"load_checkpoint(tag=...): rank {rank} asks for {tags[rank]!r} and rank 0 for "
-            f"{tags[0]!r}; all ranks must load the same checkpoint"
+            f"load_checkpoint: rank {rank} passes tag {tags[rank]!r}, but rank 0 {tags[0]!r}: pass the same "
+            "tag on every rank"
         )
     leads = comm.rank == 0
     is_there = all_or_none(
@@ -85,8 +85,8 @@ def open_chosen(
     if any(save != saves[0] for save in saves):
         other = next(rank for rank, save in enumerate(saves) if save != saves[0])
         raise CheckpointError(
-            f"{path}: rank {other} sees another save of this tag than rank 0 does: the nodes' "
-            'folders do not belong together; load another tag, or tag="auto"'
+            f"{path}: rank {other} and rank 0 have files of different saves under this tag: load another "
+            'tag, or tag="auto"'
         )
     return opened
 
@@ -95,13 +95,13 @@ def _check_exists(folder: Path, *, missing_ok: bool) -> bool:
     """Tell whether the folder exists. Raises CheckpointError if it does not, unless ``missing_ok``."""
     if not folder.exists() and not missing_ok:
         raise CheckpointError(
-            f"{folder}: no such folder, so there is no checkpoint to load: correct the path. If a first run "
-            "may start without one, use load_checkpoint(zlaunch.resume_dir(folder)) or missing_ok=True"
+            f"{folder}: no such folder: correct the path. To start without a checkpoint, use "
+            "load_checkpoint(zlaunch.resume_dir(folder)) or missing_ok=True"
         )
     if folder.is_file():
         raise CheckpointError(
-            f"{folder}: is a file, expected the folder that was given to save_checkpoint: give its folder, "
-            "and the name of a save in it as tag"
+            f"{folder}: is a file, expected the folder passed to save_checkpoint: pass that folder, and the "
+            "name of a checkpoint in it as tag"
         )
     return folder.exists()
 

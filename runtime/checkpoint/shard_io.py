@@ -264,7 +264,7 @@ def _take_entries(
         if len(keys) > room:
             raise CheckpointError(
                 f"the checkpoint has {len(keys)} values for each element ({', '.join(keys)}), and the "
-                f"optimizer's records on disk have room for {room}"
+                f"optimizer's NVMe file has space for {room}"
             )
         part.scalars = {key: _scalar(name, value, None) for key, (name, value) in what.scalars}
         part.on_disk = keys
@@ -275,8 +275,8 @@ def _take_entries(
     wide = [key for key, (_, value) in what.scalars if isinstance(value, list) and len(value) > 1]
     if wide and not _is_whole(part):
         raise CheckpointError(
-            f"the checkpoint has {wide[0]!r} of whole parameters, which flat shards cannot take: load it "
-            "at stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
+            f"the checkpoint has {wide[0]!r} for whole parameters, which flat shards cannot use: load it at "
+            "stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
         )
     device = part.leaf.device if on_device else None
     own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}

@@ -23,9 +23,9 @@ class Lamb(torch.optim.Optimizer):
     """Implements "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", Algorithm 2 (You
     et al., 2019).
 
-    With ``r = m / (sqrt(v) + eps) + weight_decay * w``, moments corrected for their bias, each parameter
-    moves by ``lr * ratio * r``. Its ratio is ``|w| / |r|`` between ``min_coeff`` and ``max_coeff``, and 1
-    where a norm is 0. ``eps_inside_sqrt``: the root is of ``v + eps``.
+    With ``r = m / (sqrt(v) + eps) + weight_decay * w`` and bias-corrected moments, each parameter moves by
+    ``lr * ratio * r``. The ratio is ``|w| / |r|``, clamped to ``min_coeff`` and ``max_coeff``, or 1 if a
+    norm is 0. With ``eps_inside_sqrt``, the root is ``sqrt(v + eps)``.
     """
 
     def __init__(
@@ -201,6 +201,6 @@ class Norms:
 
     def totals(self) -> Callable[[ParameterPart], tuple[float, float]]:
         """Return a function that gives a part's two sums. Collective."""
-        sums = self._comm.all_reduce_scalars(self._sums.view(-1), "sums up norms of parameters")
+        sums = self._comm.all_reduce_scalars(self._sums.view(-1), "all-reduces parameter norms")
         pairs = sums.view(-1, 2).tolist()
         return lambda part: (pairs[self._row(part)][0], pairs[self._row(part)][1])

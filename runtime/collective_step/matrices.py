@@ -46,7 +46,9 @@ class MatrixExchange:
     def __init__(self, comm: Comm, units: Sequence[Unit], groups: set[int]) -> None:
         """Deal the matrices of these param groups out to the ranks. Collective."""
         self._comm, self._units, self._groups = comm, list(units), groups
-        everyone = comm.exchange([(unit.start, unit.stop) for unit in units], "says which parts it keeps")
+        everyone = comm.exchange(
+            [(unit.start, unit.stop) for unit in units], "exchanges which shards it holds"
+        )
         load = [0.0] * comm.world_size
         self._matrices: dict[int, list[Matrix]] = {}
         for number, unit in enumerate(units):
@@ -136,7 +138,7 @@ class MatrixExchange:
                     async_op=True,
                 )
                 key = waits.next_key(self._comm.number, "matrices")
-                return Work(work, key, "exchanges parts of Muon's matrices", got, sent)
+                return Work(work, key, "exchanges shards of Muon's matrices", got, sent)
 
             self._comm.observe("all_to_all", sent.nbytes, start).wait()
         parts = iter(got.split([numel for each in numels for numel in each]))  # type: ignore[no-untyped-call]  # torch does not type it

@@ -25,12 +25,12 @@ _ADAMW |= {"amsgrad": False, "decoupled_weight_decay": True}
 
 
 class Muon(torch.optim.Optimizer):
-    """Implements "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024), as
-    torch.optim.Muon does; further dimensions of a parameter count as columns.
+    """Implements "Muon: An optimizer for hidden layers in neural networks" (Jordan et al., 2024).
 
-    Groups with ``use_muon`` false are stepped by AdamW with their ``lr``, ``betas``, ``adam_eps`` and
-    ``weight_decay``. Muon wants matrices of hidden layers, not embeddings and output heads. Raises ValueError
-    for a group of Muon's with a parameter of fewer than two dimensions.
+    It works like torch.optim.Muon. AdamW steps groups with ``use_muon`` False, with their ``lr``, ``betas``,
+    ``adam_eps`` and ``weight_decay``. Use Muon for matrices of hidden layers, not for embeddings and output
+    heads. A parameter with more than two dimensions is flattened to a matrix. Raises ValueError if a Muon
+    group has a parameter with fewer than two dimensions.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's optimizers do. Raises ValueError for one of Muon's with a vector."""
+        """Add a group. Raises ValueError if a Muon group has a parameter with fewer than two dimensions."""
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         for entry in members if param_group.get("use_muon", self.defaults["use_muon"]) else ():
@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
             if len(shape) < 2:
                 raise ValueError(
                     f"Muon steps matrices, but got a parameter of shape {list(shape)}: put it in a group "
-                    'with "use_muon": False, which AdamW steps'
+                    'with "use_muon": False, so that AdamW steps it'
                 )
         super().add_param_group({**param_group, "params": members})
 
@@ -177,8 +177,8 @@ class MuonStep(CollectiveStep):
             for name, slot, shape in zip(unit.names, unit.layout.slots, unit.shapes, strict=True):
                 if slot.group in in_muon and len(shape) < 2:
                     raise OptimizerError(
-                        f"Muon steps matrices, and {name} has the shape {list(shape)}: "
-                        '"use_muon" of its group has to be False'
+                        f'Muon steps matrices, and {name} has the shape {list(shape)}: set "use_muon" of '
+                        "its group to False"
                     )
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:

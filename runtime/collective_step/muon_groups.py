@@ -50,12 +50,11 @@ def _described(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> str:
     names = [name for name, parameter in model.named_parameters() if id(parameter) in left]
     text = f"Muon steps {len(members[True])} matrices, AdamW the other {len(members[False])} parameters"
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    text = f"{text} (of matrices: {shown})" if names else text
+    text = f"{text} (including the matrices {shown})" if names else text
     heads = _possible_heads(model, {id(p) for p in members[True]})
     if heads:
         text += (
-            f"; one of {', '.join(heads)} may be the output head, which cannot be told by its size: set "
-            "use_muon = False on its weight"
+            f"; one of {', '.join(heads)} may be the output head: if so, set use_muon = False on its weight"
         )
     return text
 

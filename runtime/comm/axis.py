@@ -39,8 +39,8 @@ class Axis:
         """
         if use not in self._groups:
             raise ParameterError(
-                f"the model has this rank's part alone (parallel.{self.name}), and the engine that joined "
-                "the ranks has been destroyed: save the weights before, build the model again and load them"
+                f"the model holds only this rank's shard (parallel.{self.name}), and its engine was "
+                "destroyed: save the weights before that, then rebuild the model and load them"
             )
         return self._groups[use]
 

@@ -60,7 +60,7 @@ _numbers = itertools.count()
 def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
     label, size = identity
     known = label < len(labels)
-    name = labels[label] if known else "a part of the model that this rank does not have"
+    name = labels[label] if known else "a module that this rank does not have"
     return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
 
@@ -199,12 +199,12 @@ class Comm:
                     raise RankMismatchError(complaint)
         channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
         said = [
-            "does nothing more" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
+            "makes no further call" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
             for label in (other, mine)
         ]
         raise RankMismatchError(
-            f"rank {rank} {said[0]}, while rank 0 {said[1]}: all ranks must use the same parts of the model "
-            "in the same order (mixtures of experts: zero_optimization.leaf_module)"
+            f"rank {rank} {said[0]}, while rank 0 {said[1]}: all ranks must use the same modules in the "
+            "same order (for a mixture of experts, set zero_optimization.leaf_module)"
         )
 
     def _count(self, name: str, numel: int) -> None:
@@ -247,7 +247,7 @@ class Comm:
         All ranks must call it. Over gloo and NCCL, collectives in one hop proceed by themselves.
         """
         if self.shared or self.link is not self._world:
-            with waits.waiting(*self._control("finishes what it has sent")):
+            with waits.waiting(*self._control("finishes its sends")):
                 self.link.drain()
         return self.world_size == 1 or self.shared
 
@@ -263,7 +263,7 @@ class Comm:
         note = self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
         return self._links.get(label, self.link).all_reduce(tensor, label, note)
 
-    def all_reduce_scalars(self, tensor: Tensor, what: str = "sums up a step's numbers") -> Tensor:
+    def all_reduce_scalars(self, tensor: Tensor, what: str = "all-reduces a step's statistics") -> Tensor:
         """Sum a few numbers over the ranks and return them; not counted as volume."""
         if self.world_size > 1:
             self.calls["scalars"] += 1
@@ -278,9 +278,9 @@ class Comm:
             self._count("broadcast", tensor.numel())
             first = dist.get_global_rank(link.gather_group, source)
             work = dist.broadcast(tensor, first, group=link.gather_group, async_op=True)
-            Work(work, *self._control("shares values of rank 0"), tensor).wait()
+            Work(work, *self._control("broadcasts values of rank 0"), tensor).wait()
 
-    def exchange(self, value: object, what: str = "agrees with the other ranks") -> list[Any]:
+    def exchange(self, value: object, what: str = "exchanges values with the other ranks") -> list[Any]:
         """Return every rank's picklable ``value``, in rank order."""
         group, on_host = self._world.gather_group, self.device.type == "cpu"
         return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)

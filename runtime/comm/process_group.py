@@ -40,18 +40,18 @@ def init_distributed(
     *,
     timeout: timedelta | None = None,
 ) -> torch.device:
-    """Set up torch.distributed from the environment, once. Without an environment the world is this process.
+    """Set up torch.distributed from the environment, once; without one, the world is this process.
 
     Args:
-        dist_backend: ``"nccl"``, ``"gloo"``, or None for NCCL on GPUs (with gloo for CPU tensors) and gloo
-            without one.
-        timeout: of torch.distributed's collectives; None for torch's default.
+        dist_backend: ``"nccl"``, ``"gloo"``, or None: NCCL on GPUs (and gloo for CPU tensors), gloo on the
+            CPU.
+        timeout: Timeout of torch.distributed's collectives; None is torch's default.
 
     Returns:
         This rank's device.
 
     Raises:
-        RuntimeError: Ranks would share a GPU, or only a part of the environment is set.
+        RuntimeError: Ranks would share a GPU, or the environment is incomplete.
     """
     environment = read_environment()
     device = torch.device("cpu")
@@ -63,8 +63,8 @@ def init_distributed(
         # A launcher gives each rank all GPUs, or by this variable a single one.
         if count == 1 and environment.local_world_size > 1 and not os.environ.get("CUDA_VISIBLE_DEVICES"):
             raise RuntimeError(
-                f"{environment.local_world_size} ranks of this machine would share its only GPU, which NCCL "
-                "does not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
+                f"{environment.local_world_size} ranks would share the machine's only GPU, which NCCL does "
+                "not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
@@ -79,8 +79,8 @@ def init_distributed(
             dist.init_process_group(backend, **options)
         elif environment.world_size > 1:
             raise RuntimeError(
-                f"this is one of {environment.world_size} ranks, but not all of RANK, WORLD_SIZE, "
-                "MASTER_ADDR and MASTER_PORT are set: start with zlaunch or torchrun"
+                f"this process is one of {environment.world_size} ranks, but RANK, WORLD_SIZE, MASTER_ADDR "
+                "or MASTER_PORT is not set: start with zlaunch or torchrun"
             )
         else:
             # in this process's memory: a port on the loopback interface could be taken before torch binds it

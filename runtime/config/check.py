@@ -48,7 +48,7 @@ def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:
     _say_the_way_out_once(report)
     if report.without_effect:
         keys = ", ".join(report.without_effect)
-        report.warnings.append(("", f"no effect, docs/config.md says what holds instead: {keys}"))
+        report.warnings.append(("", f"no effect, docs/config.md names the fixed behavior: {keys}"))
     return config, report
 
 
@@ -155,7 +155,9 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     report.given.discard(path)
     if "state_dtype" in params and canonical in optimizers.OPTIMIZERS and canonical not in optimizers.NARROW:
         if params["state_dtype"] not in (None, "fp32"):
-            why = f"{canonical} keeps its state in fp32: use {', '.join(optimizers.NARROW)}, or remove it"
+            why = (
+                f"{canonical} supports fp32 state only: use {', '.join(optimizers.NARROW)}, or remove the key"
+            )
             report.problems.append((f"{path}.state_dtype", why))
         params = part["params"] = {k: v for k, v in params.items() if k != "state_dtype"}
     if model := models.get(canonical):

@@ -36,9 +36,7 @@ def cross(config: Config, report: ConfigReport) -> Config:
     unsettled = report.auto & {"fp16.enabled", "bf16.enabled"}
     _narrow(config, report, mode, bool(unsettled))
     if param not in (None, mode) and not unsettled:
-        problems.append(
-            ("data_types.param_dtype", f"{show(param)} does not agree with the training type {mode}")
-        )
+        problems.append(("data_types.param_dtype", f"{show(param)} contradicts the training dtype {mode}"))
     if config.aio.block_size % 4096:
         problems.append(("aio.block_size", f"{config.aio.block_size} is not a multiple of 4096"))
     config = _axes(config, report)
@@ -60,10 +58,10 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     at = "optimizer.params.state_dtype"
     stochastic = config.bf16.master_weights == "stochastic"
     if stochastic and kind not in NARROW:
-        why = f'"stochastic" goes with {", ".join(NARROW)}, and the optimizer is {kind}: remove it'
+        why = f'"stochastic" needs one of {", ".join(NARROW)}, and the optimizer is {kind}: remove it'
         report.problems.append(("bf16.master_weights", why))
     if not wide and kind == "SGD" and not params.get("momentum"):
-        report.problems.append((at, "SGD without momentum keeps no state: remove it, or set momentum"))
+        report.problems.append((at, "SGD without momentum has no state: remove the key, or set momentum"))
     if not wide and params.get("amsgrad"):
         report.problems.append((at, "cannot be combined with amsgrad, remove one of them"))
     if params.get("bias_correction") is False and params.get("amsgrad"):
@@ -71,18 +69,18 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         report.problems.append(("optimizer.params.bias_correction", why))
     if on_disk and (not wide or config.bf16.master_weights == "stochastic"):
         where = "bf16.master_weights" if wide else at
-        why = 'records on disk are fp32: set offload_optimizer.device to "cpu", or remove the key'
+        why = 'state on NVMe is fp32: set offload_optimizer.device to "cpu", or remove the key'
         report.problems.append((where, why))
     axes = {"tensor": tensor_size(config), "expert": expert_size(config), "pipeline": pipeline_size(config)}
     shared = [name for name, size in axes.items() if size > 1]
     if kind in _TOGETHER and shared:
         why = (
-            f"{kind} looks at whole parameters, and parallel.{shared[0]} divides them: use another "
-            "optimizer, such as AdamW, or remove the axis"
+            f"{kind} needs whole parameters, and parallel.{shared[0]} splits them: use an element-wise "
+            "optimizer such as AdamW, or remove the axis"
         )
         report.problems.append(("optimizer.type", why))
     if kind in _TOGETHER and zero.step_in_backward:
-        why = f"{kind} looks at whole parameters or other ranks: use {', '.join(NARROW)}, or remove the key"
+        why = f"{kind} is not element-wise: use {', '.join(NARROW)}, or remove the key"
         report.problems.append(("zero_optimization.step_in_backward", why))
     otherwise = {
         "zero_quantized_gradients": zero.zero_quantized_gradients,
@@ -93,15 +91,15 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     }
     for name, is_on in otherwise.items() if kind in _OF_SIGNS else ():
         if is_on:
-            why = f"{kind} exchanges signs between all ranks, and nothing else: remove the key"
+            why = f"{kind} compresses its own all-reduce over all ranks: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))
     if kind == "ZeroOneAdam" and params["local_step_clipper"] > 1:
         others = {
             f"zero_optimization.stage is {int(zero.stage)}": zero.stage > 0,
-            "ranks share sequences": sequence_size(config) > 1,
+            "sequence parallelism is on": sequence_size(config) > 1,
         }
         for other in (text for text, is_so in others.items() if is_so):
-            why = f"local steps give each rank whole weights of its own, and {other}: set it to 1"
+            why = f"local steps need different weights on each rank, but {other}: set it to 1"
             report.problems.append(("optimizer.params.local_step_clipper", why))
 
 
@@ -138,14 +136,14 @@ def _precision(config: Config, report: ConfigReport) -> None:
         report.problems.append((f"{enabled[1]}.enabled", why))
     if config.torch_autocast.enabled and config.torch_autocast.lower_precision_safe_modules:
         why = (
-            "no effect: gradients and parameters travel in fp32, so nothing is rounded on the way; "
-            "communication_data_type rounds the gradients of all modules"
+            "no effect: collectives carry gradients and parameters in fp32; set communication_data_type "
+            "to reduce the gradients of all modules in a narrower type"
         )
         report.warnings.append(("torch_autocast.lower_precision_safe_modules", why))
     if config.amp.enabled and config.amp.opt_level in ("O2", "O3"):
         why = (
-            f"{show(config.amp.opt_level)} asks for apex's fp16 parameters, which are the section fp16 here: "
-            'write "fp16": {"enabled": true} instead of amp (master weights are fp32 there)'
+            f"{show(config.amp.opt_level)} is apex's training with fp16 parameters: "
+            'write "fp16": {"enabled": true} instead of amp (master weights stay fp32)'
         )
         report.problems.append(("amp.opt_level", why))
 
@@ -157,9 +155,9 @@ def _narrow(config: Config, report: ConfigReport, mode: str, is_open: bool) -> N
     at = "data_types.grad_accum_dtype"
     if grad not in (None, "fp32", mode) and not is_open:
         expected = '"fp32"' if mode == "fp32" else f'"fp32" or "{mode}"'
-        report.problems.append((at, f"{show(grad)} does not go with training in {mode}: expected {expected}"))
+        report.problems.append((at, f"{show(grad)} contradicts training in {mode}: expected {expected}"))
     if grad not in (None, "fp32") and on_disk:
-        why = 'is not supported with offload_optimizer "nvme": gradients on disk are fp32'
+        why = 'is not supported with offload_optimizer "nvme": gradients on NVMe are fp32'
         report.problems.append((at, f"{show(grad)} {why}"))
     if config.bf16.master_weights == "stochastic" and mode != "bf16" and not is_open:
         why = f'"stochastic" needs bf16.enabled, and training is in {mode}'
@@ -181,19 +179,21 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     if experts.autoep_size > 1 and not experts.enabled:
         report.warnings.append(("expert_parallel.autoep_size", "no effect: enabled is false"))
     if experts.experts is not None and expert_size(config) <= 1:
-        report.warnings.append(("expert_parallel.experts", "no effect: all ranks have all experts"))
+        report.warnings.append(("expert_parallel.experts", "no effect: the expert axis has size 1"))
     size = tensor_size(config)
     if own.plan is not None and size <= 1:
-        report.warnings.append(("tensor_parallel.plan", "no effect: no ranks share a layer"))
+        report.warnings.append(("tensor_parallel.plan", "no effect: tensor parallelism is off"))
     if own.vocab_parallel_loss and size <= 1:
-        report.warnings.append(("tensor_parallel.vocab_parallel_loss", "no effect: no ranks share a layer"))
+        report.warnings.append(
+            ("tensor_parallel.vocab_parallel_loss", "no effect: tensor parallelism is off")
+        )
     stages, zero = pipeline_size(config), config.zero_optimization
     if 1 < parallel.pipeline != stages:
         problems.append(("parallel.pipeline", "contradicts pipeline.stages: give one of them"))
     if stages > 1:
         _refuse_with_axes(config, report, "pipeline parallelism")
         if zero.stage > 1 and "zero_optimization.stage" not in report.auto:
-            why = "pipeline parallelism goes with stages 0 and 1: stages have gradients and parameters whole"
+            why = "pipeline parallelism supports ZeRO stages 0 and 1 only"
             problems.append(("zero_optimization.stage", f"is {zero.stage}, and {why}"))
     elif size > 1:
         _refuse_with_axes(config, report, "tensor parallelism")
@@ -244,7 +244,7 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
         report.warnings.append((f"{here}.{given[0]}", "no effect: stage 0 shards nothing"))
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, name) and zero.stage < 3 and not is_open:
-            why = f"needs stage 3, not {zero.stage}: below, parameters stay whole on each rank"
+            why = f"needs stage 3, not {zero.stage}: lower stages do not shard parameters"
             report.problems.append((f"{here}.{name}", why))
     if zero.zero_quantized_gradients and zero.stage == 0 and not is_open:
         report.problems.append((f"{here}.zero_quantized_gradients", "needs stage 1, 2 or 3, not 0"))
@@ -256,7 +256,7 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
     if loco.err_beta >= 1:
         report.problems.append((f"{at}.err_beta", f"{loco.err_beta} is not below 1"))
     if config.fp16.enabled and not config.fp16.loss_scale:
-        why = "keeps errors in the scale of the loss: use bf16, or a static fp16.loss_scale"
+        why = "stores errors in units of the loss scale: use bf16, or a static fp16.loss_scale"
         report.problems.append((at, why))
 
 
@@ -277,17 +277,21 @@ def _backward_step(config: Config, report: ConfigReport) -> None:
     ]
     steps = config.gradient_accumulation_steps
     reasons = {
-        f"needs stage 2 or 3, not {zero.stage}: below, gradients stay whole on each rank": zero.stage < 2
+        f"needs stage 2 or 3, not {zero.stage}: lower stages do not shard gradients": zero.stage < 2
         and "zero_optimization.stage" not in report.auto,
         f"gradient_accumulation_steps is {steps}, and each backward pass is a step: make it 1": steps
         not in (None, 1),
-        "does not go with managed_gradient_accumulation false: each backward pass is a step": (
+        "needs managed_gradient_accumulation true: each backward pass is a step": (
             not config.managed_gradient_accumulation
         ),
-        "fp16 gradients may overflow, and such a step cannot be taken back: use bf16": config.fp16.enabled
+        "an fp16 step that overflows cannot be undone: use bf16": config.fp16.enabled
         or config.autocast[0] == "fp16",
-        f"does not go with {' and '.join(offloads)}: a step there needs the norm first": bool(offloads),
-        "does not go with pipeline parallelism: a step has several backward passes": pipeline_size(config)
+        f"is not supported with {' and '.join(offloads)}: offloaded steps need the norm first": bool(
+            offloads
+        ),
+        "is not supported with pipeline parallelism: a step has several backward passes": pipeline_size(
+            config
+        )
         > 1,
     }
     report.problems += [(at, why) for why, is_so in reasons.items() if is_so]
@@ -314,9 +318,11 @@ def _offload(config: Config, report: ConfigReport) -> Config:
                 (f"{here}.device", f"{show(part.device)} needs stage 1, 2 or 3, not {zero.stage}")
             )
         if part.device == "nvme" and part.nvme_path == "...":  # as our own advice writes it
-            report.problems.append((f"{here}.nvme_path", "... stands for a folder on that drive: name it"))
+            report.problems.append(
+                (f"{here}.nvme_path", "... is a placeholder: name a folder on the NVMe drive")
+            )
         if part.device == "nvme" and not part.nvme_path and not (is_open and name == "offload_param"):
             report.problems.append(
-                (f"{here}.nvme_path", 'is required for device "nvme": a folder on that drive')
+                (f"{here}.nvme_path", 'is required for device "nvme": name a folder on the NVMe drive')
             )
     return config

@@ -148,7 +148,7 @@ def _betas(value: Any) -> list[float]:
     if len(good) != 2 or len(numbers_) != 2:
         written = [float(n) for n in re.findall(r"\d*\.\d+", value)] if isinstance(value, str) else []
         example = written if len(written) == 2 and max(written) < 1 else [0.9, 0.999]
-        raise ValueError(f"two numbers from 0 up to, not including, 1, such as {example}")
+        raise ValueError(f"two numbers, 0 or more and below 1, such as {example}")
     return good
 
 

@@ -118,10 +118,10 @@ _PRECISION = ForeignKey(("bf16.enabled", "fp16.enabled"), _precision)
 _STAGE = ForeignKey(("zero_optimization.stage",), _stage, off=(0,))
 _RECOMPUTE = ForeignKey(("activation_checkpointing.enabled",), _switch("activation_checkpointing.enabled"))
 _ADAPTER = ForeignKey(
-    note="LoRA has no key here: wrap the model in the script, model = peft.get_peft_model(model, lora_config)"
+    note="no key sets up LoRA: wrap the model in the script, model = peft.get_peft_model(model, lora_config)"
 )
 _QUANTIZED = ForeignKey(
-    note="quantized weights have no key here: load the model in bf16 or fp16 and shard it, write "
+    note="zlaunch does not train quantized weights: load the model in bf16 or fp16 and shard it, write "
     '"zero_optimization": {"stage": 3}'
 )
 _COMPILE = ForeignKey(note="compile the model in the script: model = torch.compile(model)")
@@ -143,10 +143,10 @@ FOREIGN: dict[str, ForeignKey] = {
         ("zero_optimization.stage", "zero_optimization.shard_group"), off=(1, -1)
     ),
     "deepspeed_config": ForeignKey(
-        note="this is a config of accelerate: put the keys of this section at the top level"
+        note="this is an accelerate config: move the keys of this section to the top level"
     ),
     **_spelled(
-        ForeignKey(note="give what this key has, a file or a section, as the config itself"),
+        ForeignKey(note="pass the value of this key, a file or a section, as the config itself"),
         *("deepspeed", "deepspeed_config_file"),
     ),
     "zero3_save_16bit_model": ForeignKey(
@@ -201,7 +201,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(_number("train_batch_size"), "global_batch_size", "total_batch_size"),
     "batch_size": ForeignKey(
         ("train_micro_batch_size_per_gpu", "train_batch_size"),
-        note="the first is for one forward pass on one GPU, the second for one optimizer step on all GPUs",
+        note="the first counts one forward pass on one GPU, the second one optimizer step on all GPUs",
     ),
     **_spelled(
         _number("gradient_accumulation_steps", off=(1,)),
@@ -226,7 +226,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(ForeignKey(("scheduler.type",), read_scheduler), "lr_schedule", "lr_decay_style"),
     **_spelled(_WARMUP, "warmup_steps", "num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"),
     "warmup_ratio": ForeignKey(
-        ("scheduler.params.warmup_num_steps",), note="it is a number of steps, not a share of them"
+        ("scheduler.params.warmup_num_steps",), note="it is a number of steps, not a fraction"
     ),
     "num_training_steps": _number("scheduler.params.total_num_steps"),
     **_spelled(_TENSOR, "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree"),
@@ -238,7 +238,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(_SEQUENCE, "context_parallel_size", "context_parallel_degree", "cp", "cp_size"),
     "sequence_parallel": replace(
         _SEQUENCE,
-        note="a number of ranks; Megatron's sharded activations beside tensor parallelism have no key here",
+        note="its value is a number of ranks; Megatron's sequence parallelism is not supported",
     ),
     **_spelled(_SEQUENCE, "sp", "sp_size", "context_parallel"),
     **_spelled(_DATA, "dp", "dp_size", "data_parallel_replicate_degree"),
@@ -287,12 +287,12 @@ def advise(key: str, value: Any, section: str = "") -> Advice | None:
         return None if section else Advice("has no effect", False)
     if switch is not None and not section:
         return Advice(
-            f"unknown section, and {switch}: true asks for a feature that zlaunch does not have by this name"
+            f"unknown section, and {switch}: true enables a feature that zlaunch does not have by this name"
             f"{WAY_OUT}",
             True,
         )
     if isinstance(value, dict) and as_switch(value.get("enabled")) is False and not section:
-        return Advice("unknown section, and it is switched off", False)
+        return Advice("unknown section, disabled", False)
     return None
 
 

@@ -118,7 +118,7 @@ def _read(source: object) -> tuple[str, Any, list[tuple[str, str]]]:
     except OSError as error:
         _fail(path, f"cannot be read: {error.strerror or error}")
     if len(text) > _MOST_CHARS:
-        _fail(path, f"is larger than {_MOST_CHARS >> 20} MiB: that is no config")
+        _fail(path, f"is larger than {_MOST_CHARS >> 20} MiB: too large for a config")
     if not text.strip():
         _fail(path, "the file is empty")
     if path.lower().endswith(".toml"):
@@ -264,7 +264,7 @@ class _Plain:
         except (OverflowError, ValueError):
             self.problem(path, "this number is too large")
             return None
-        self.problem(path, f"not a JSON value but of type {type(value).__name__}")
+        self.problem(path, f"expected a JSON value, not {type(value).__name__}")
         return None
 
     @staticmethod

@@ -9,23 +9,23 @@ from .field_types import Bool, Count, Section, ok
 
 
 class FileMonitor(Section):
-    """Metrics in files: TensorBoard's or CSV."""
+    """Metrics as TensorBoard or CSV files."""
 
     enabled: Bool = ok(False)
     """Write the metrics of every step."""
     output_path: str = ok("")
-    """Folder, by default the working directory; the files are in a folder job_name in it."""
+    """Parent folder of job_name; empty: the working directory."""
     job_name: str = ok("DeepSpeedJobName")
-    """Name of that folder."""
+    """Folder of the files, inside output_path."""
 
 
 class WandB(Section):
     """Metrics for Weights & Biases."""
 
     enabled: Bool = ok(False)
-    """Log the metrics of every step, to a run of its own beside any run of the script's."""
+    """Log the metrics of every step to a run separate from the script's."""
     group: str | None = ok(None)
-    """Group of runs."""
+    """Run group."""
     team: str | None = ok(None)
     """Team or user."""
     project: str = ok("deepspeed")
@@ -38,21 +38,21 @@ class Comet(Section):
     enabled: Bool = ok(False)
     """Log the metrics."""
     samples_log_interval: Count = ok(100)
-    """Samples between two records of a metric."""
+    """Samples between two values of a metric."""
     project: str | None = ok(None)
     """Project."""
     workspace: str | None = ok(None)
     """Workspace."""
     api_key: str | None = ok(None)
-    """API key; better kept in the environment, as COMET_API_KEY."""
+    """API key; prefer the environment variable COMET_API_KEY."""
     experiment_name: str | None = ok(None)
-    """Name of the experiment."""
+    """Experiment name."""
     experiment_key: str | None = ok(None)
-    """Key of the experiment."""
+    """Experiment key."""
     online: Bool | None = ok(None)
-    """Send while running; false writes an archive to upload later."""
+    """Upload during the run; false writes an archive to upload later."""
     mode: Literal["get", "create", "get_or_create"] | None = ok(None)
-    """Create the experiment or go on with one."""
+    """Create an experiment or continue an existing one."""
 
 
 TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")

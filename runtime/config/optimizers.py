@@ -27,8 +27,8 @@ class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
     type: str = Field()
-    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md)
-    or another class of torch.optim; upper and lower case do not matter."""
+    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md) or
+    another class of torch.optim. Case-insensitive."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
 
@@ -65,22 +65,22 @@ class AdamParams(Params):
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
     bias_correction: Bool = ok(True)
-    """Correct the bias of the moments; false makes the first steps longer (zlaunch.optim.UncorrectedAdam)."""
+    """Correct the bias of the moments; false means larger first steps (zlaunch.optim.UncorrectedAdam)."""
     amsgrad: Bool = ok(False)
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)
     """Decoupled weight decay, also for type Adam."""
-    torch_adam: Bool = always(False, "there is one implementation")
+    torch_adam: Bool = always(False, "zlaunch has one implementation")
     """Use torch's implementation."""
     fused: Bool | None = ok(None)
-    """Use one kernel for all parameters."""
+    """Use torch's fused implementation."""
     foreach: Bool | None = ok(None)
-    """Use multi-tensor operations."""
-    set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
+    """Use torch's foreach implementation."""
+    set_grad_none: Bool = always(True, "zlaunch reuses gradient memory immediately")
     """Set gradients to None after a step."""
     state_dtype: StateDtype = ok("fp32")
-    """Type in which the moments are kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
-    zlaunch's own key, of SGD and Lion as well)."""
+    """Data type of the moments: fp32, bf16 (stochastic rounding) or int8 (quantized in blocks of 256)
+    (zlaunch's own key)."""
 
 
 class SGDParams(Params):
@@ -97,16 +97,16 @@ class SGDParams(Params):
     nesterov: Bool = ok(False)
     """Nesterov momentum."""
     maximize: Bool = ok(False)
-    """Go up instead of down."""
+    """Maximize the objective instead of minimizing it."""
     fused: Bool | None = ok(None)
-    """Use one kernel for all parameters."""
+    """Use torch's fused implementation."""
     foreach: Bool | None = ok(None)
-    """Use multi-tensor operations."""
+    """Use torch's foreach implementation."""
     differentiable: Bool = ok(False)
-    """Let autograd run through the step."""
+    """Allow autograd through the step."""
     state_dtype: StateDtype = ok("fp32")
-    """Type in which the momentum is kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
-    zlaunch's own key)."""
+    """Data type of the momentum: fp32, bf16 (stochastic rounding) or int8 (quantized in blocks of 256)
+    (zlaunch's own key)."""
 
 
 class LionParams(Params):
@@ -115,16 +115,16 @@ class LionParams(Params):
     lr: NonNegative = ok(1e-4)
     """Learning rate."""
     betas: Betas = ok([0.9, 0.99])
-    """Decay rates of the direction and of the momentum."""
+    """Decay rates of the update direction and the momentum."""
     weight_decay: NonNegative = ok(0.0)
     """Weight decay."""
-    set_grad_none: Bool = always(True, "a gradient's memory is used again at once")
+    set_grad_none: Bool = always(True, "zlaunch reuses gradient memory immediately")
     """Set gradients to None after a step."""
-    fp32_optimizer_states: Bool = always(True, "state_dtype says in how many bits the momentum is kept")
+    fp32_optimizer_states: Bool = always(True, "state_dtype sets the momentum's type")
     """Keep the momentum in fp32."""
     state_dtype: StateDtype = ok("fp32")
-    """Type in which the momentum is kept: fp32, bf16 (rounded at random) or int8 (codes in blocks of 256;
-    zlaunch's own key)."""
+    """Data type of the momentum: fp32, bf16 (stochastic rounding) or int8 (quantized in blocks of 256)
+    (zlaunch's own key)."""
 
 
 class LambParams(Params):
@@ -141,15 +141,15 @@ class LambParams(Params):
     bias_correction: Bool = ok(True)
     """Correct the bias of the moments."""
     min_coeff: NonNegative = ok(0.01)
-    """Least trust ratio."""
+    """Minimum trust ratio."""
     max_coeff: NonNegative = ok(10.0)
-    """Largest trust ratio."""
+    """Maximum trust ratio."""
     eps_inside_sqrt: Bool = ok(False)
-    """Add eps to the second moment before the root."""
+    """Add eps to the second moment before the square root."""
 
 
 class _OneBitParams(Params):
-    """Arguments of all optimizers that exchange signs."""
+    """Arguments of all compressed optimizers."""
 
     lr: NonNegative = ok(1e-3)
     """Learning rate."""
@@ -158,20 +158,20 @@ class _OneBitParams(Params):
     eps: NonNegative = ok(1e-8)
     """Added to the denominator."""
     weight_decay: NonNegative = ok(0.0)
-    """Weight decay, added to the direction."""
-    bias_correction: Bool = always(True, "as in the papers, the moments are not corrected")
+    """Weight decay, added to the update direction."""
+    bias_correction: Bool = always(True, "as in the papers, zlaunch does not correct the moments")
     """Correct the bias of the moments."""
-    cuda_aware: Bool = always(False, "torch.distributed sends what is on the device", holds=False)
-    """Use an MPI that knows CUDA."""
+    cuda_aware: Bool = always(False, "torch.distributed sends device memory directly", holds=False)
+    """Use a CUDA-aware MPI."""
     comm_backend_name: str = always("nccl", "torch.distributed sends the bits", holds="nccl")
-    """Library that sends the bits."""
+    """Communication library."""
 
 
 class OneBitAdamParams(_OneBitParams):
     """Arguments of OneBitAdam."""
 
     freeze_step: Count = ok(100_000)
-    """Dense steps, before the variance is frozen."""
+    """Uncompressed steps before the variance is frozen."""
 
 
 class ZeroOneAdamParams(_OneBitParams):
@@ -180,34 +180,34 @@ class ZeroOneAdamParams(_OneBitParams):
     var_freeze_step: Count = ok(100_000)
     """Steps before the variance is frozen."""
     var_update_scaler: Count = ok(16)
-    """Steps of the variance before they are twice as far apart."""
+    """Variance updates before their interval doubles."""
     local_step_scaler: Count = ok(32678)
-    """Steps with a frozen variance before exchanges are twice as far apart, where local_step_clipper lets
-    them."""
+    """Steps with a frozen variance before the interval between exchanges doubles, up to
+    local_step_clipper."""
     local_step_clipper: Count | None = ok(None)
-    """Most steps from one exchange to the next, between which each rank has weights of its own: more than 1
-    at stage 0 alone. null is 16 there, as in DeepSpeed, and 1 from stage 1 on."""
+    """Maximum steps between two exchanges. In local steps each rank has different weights, so more than 1
+    needs stage 0. null is 16 at stage 0, as in DeepSpeed, and 1 from stage 1 on."""
 
 
 class OneBitLambParams(OneBitAdamParams):
     """Arguments of OneBitLamb."""
 
     min_coeff: NonNegative = ok(0.01)
-    """Least trust ratio."""
+    """Minimum trust ratio."""
     max_coeff: NonNegative = ok(10.0)
-    """Largest trust ratio."""
+    """Maximum trust ratio."""
     coeff_beta: NonNegative = ok(0.9)
-    """Decay rate of the mean of trust ratios."""
+    """Decay rate of the running mean of trust ratios."""
     factor_min: Positive = ok(0.5)
-    """Least factor of that mean."""
+    """Minimum scaling factor of the trust ratio."""
     factor_max: Positive = ok(4.0)
-    """Largest factor."""
+    """Maximum scaling factor of the trust ratio."""
     factor_threshold: NonNegative = ok(0.1)
-    """Largest change of the factor in a step, as a part of it."""
+    """Maximum relative change of the scaling factor in one step."""
 
 
 class MuonParams(Params):
-    """Arguments of Muon; matrices of hidden layers are stepped by it, all other parameters by AdamW."""
+    """Arguments of Muon. Muon updates the matrices of hidden layers, AdamW all other parameters."""
 
     lr: NonNegative = ok(1e-3)
     """Learning rate."""
@@ -222,72 +222,72 @@ class MuonParams(Params):
     weight_decay: NonNegative = ok(0.1)
     """Weight decay of all parameters."""
     ns_steps: Count = ok(5)
-    """Steps of the Newton-Schulz iteration."""
+    """Newton-Schulz iterations."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = ok(None)
-    """Rule by which the matrices' rate follows their shape: "original", as null, is sqrt(max(1, rows /
-    columns)), "match_rms_adamw" 0.2 sqrt(max(rows, columns))."""
+    """Scale of the matrices' learning rate by shape: "original" (also null) is sqrt(max(1, rows / columns)),
+    "match_rms_adamw" is 0.2 sqrt(max(rows, columns))."""
     betas: Betas = ok([0.9, 0.999])
-    """AdamW's decay rates of the two moments."""
+    """Decay rates of AdamW's moments."""
     eps: NonNegative = ok(1e-8)
-    """AdamW's addition to the denominator."""
+    """Added to AdamW's denominator."""
     ns_method: Literal["standard", "gram"] = always(
         "standard",
-        "there is one implementation; gram is the same sum in another order",
+        "zlaunch has one implementation; gram sums in another order",
         holds="standard",
     )
-    """DeepSpeed's choice among implementations."""
+    """Newton-Schulz implementation in DeepSpeed."""
 
 
 class _Schedule(Params):
-    """Arguments that every built-in scheduler takes."""
+    """Arguments of every built-in scheduler."""
 
     last_batch_iteration: LastIteration = ok(-1)
-    """Last finished step when resuming."""
+    """Last completed step when resuming."""
 
 
 class WarmupLRParams(_Schedule):
-    """Rise from warmup_min_lr to warmup_max_lr, then stay."""
+    """Increase from warmup_min_lr to warmup_max_lr, then constant."""
 
     warmup_min_lr: NonNegative = ok(0.0)
-    """Learning rate at the start."""
+    """Initial learning rate."""
     warmup_max_lr: NonNegative | None = ok(None)
-    """Learning rate after the warm-up; null is the optimizer's."""
+    """Learning rate after warm-up; null is the optimizer's."""
     warmup_num_steps: Count = ok(1000)
-    """Steps of the warm-up."""
+    """Warm-up steps."""
     warmup_type: Literal["log", "linear"] = ok("log")
-    """Shape of the warm-up."""
+    """Warm-up curve."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    """Warm-up, then a straight line down to zero."""
+    """Warm-up, then linear decay to zero."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
 
     total_num_steps: Count | None = ok(None)
-    """Steps of the whole training."""
+    """Total training steps."""
     warmup_max_lr: NonNegative | None = ok(None)
-    """Learning rate after the warm-up; null is the optimizer's."""
+    """Learning rate after warm-up; null is the optimizer's."""
 
 
 class WarmupCosineLRParams(_Schedule):
-    """Warm-up, then a half cosine down, as shares of the optimizer's learning rate."""
+    """Warm-up, then cosine decay, as ratios of the optimizer's learning rate."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
 
     total_num_steps: Count | None = ok(None)
-    """Steps of the whole training."""
+    """Total training steps."""
     warmup_min_ratio: NonNegative = ok(0.0)
-    """Share at the start."""
+    """Ratio at the start of warm-up."""
     warmup_num_steps: Count = ok(1000)
-    """Steps of the warm-up."""
+    """Warm-up steps."""
     cos_min_ratio: NonNegative = ok(1e-4)
-    """Share at the end."""
+    """Ratio at the end of training."""
     warmup_type: Literal["log", "linear"] = ok("log")
-    """Shape of the warm-up."""
+    """Warm-up curve."""
 
 
 class OneCycleParams(_Schedule):
-    """Up, down, then a slow decay; momentum runs the other way."""
+    """Increase, decrease, then slow decay. Momentum moves in the opposite direction."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
 
@@ -300,13 +300,13 @@ class OneCycleParams(_Schedule):
     cycle_first_step_size: Count = ok(2000)
     """Steps of the first half."""
     cycle_second_step_size: Count | None = ok(None)
-    """Steps of the second half; null is as many as in the first."""
+    """Steps of the second half; null is the same as the first."""
     cycle_first_stair_count: Size = ok(0)
-    """Stairs in the first half."""
+    """Staircase steps in the first half; 0 is continuous."""
     cycle_second_stair_count: Size | None = ok(None)
-    """Stairs in the second half; null is as many as in the first."""
+    """Staircase steps in the second half; null is the same as the first."""
     decay_step_size: Size = ok(0)
-    """Steps of one decay interval; 0 is no decay."""
+    """Steps in one decay interval; 0 disables decay."""
     cycle_momentum: Bool = ok(True)
     """Cycle the momentum as well."""
     cycle_min_mom: NonNegative = ok(0.8)
@@ -318,16 +318,16 @@ class OneCycleParams(_Schedule):
 
 
 class LRRangeTestParams(_Schedule):
-    """Raise the learning rate step by step to find where training breaks."""
+    """Increase the learning rate during training to find the value at which training diverges."""
 
     lr_range_test_min_lr: Positive = ok(1e-3)
-    """Learning rate at the start."""
+    """Initial learning rate."""
     lr_range_test_step_size: Count = ok(2000)
-    """Steps between two rises."""
+    """Steps between two increases."""
     lr_range_test_step_rate: Positive = ok(1.0)
-    """Size of a rise."""
+    """Size of one increase."""
     lr_range_test_staircase: Bool = ok(False)
-    """Rise in stairs."""
+    """Increase in discrete steps."""
 
 
 OPTIMIZER_PARAMS: dict[str, type[Params]] = {

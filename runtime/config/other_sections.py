@@ -36,15 +36,15 @@ class FP16(Section):
     loss_scale: NonNegative = ok(0.0)
     """Fixed loss scale; 0 is dynamic."""
     initial_scale_power: Power = ok(16)
-    """The dynamic scale starts at 2 to this power."""
+    """Initial dynamic loss scale, as a power of 2."""
     loss_scale_window: Count = ok(1000)
-    """Good steps before the scale doubles."""
+    """Steps without overflow before the scale doubles."""
     hysteresis: Count = ok(2)
     """Overflows before the scale halves."""
     consecutive_hysteresis: Bool = ok(False)
-    """Refill the hysteresis after every good step."""
+    """Reset the hysteresis after every step without overflow."""
     min_loss_scale: Positive = ok(1.0)
-    """The dynamic scale never falls below this."""
+    """Minimum dynamic loss scale."""
 
 
 @with_missing("bf16")
@@ -53,27 +53,27 @@ class BF16(Section):
 
     enabled: Bool = ok(False)
     """Train in bf16."""
-    immediate_grad_update: Bool = always(False, "gradients move at once", holds=True)
+    immediate_grad_update: Bool = always(False, "zlaunch accumulates them immediately", holds=True)
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
     master_weights: Literal["fp32", "stochastic"] = ok("fp32")
-    """The optimizer's copy of the weights: fp32; or none ("stochastic"): the bf16 weights themselves are
-    stepped, and rounded up or down at random with the right mean (zlaunch's own key)."""
+    """Master weights of the optimizer: "fp32", or "stochastic": none, the optimizer updates the bf16 weights
+    with stochastic rounding (zlaunch's own key)."""
 
 
 class TorchAutocast(Section):
-    """fp32 training under torch.autocast: each operation in the type that suits it."""
+    """fp32 training under torch.autocast."""
 
     enabled: Bool = ok(False)
-    """Run each forward pass of the engine under torch.autocast; not together with fp16, bf16 or amp."""
+    """Run the engine's forward pass under torch.autocast. Excludes fp16, bf16 and amp."""
     dtype: LowDtype = ok("bf16")
-    """Type that operations such as matrix products compute in: bfloat16 or float16. Parameters, gradients
-    and what ranks exchange stay in fp32. float16 scales losses as torch.amp.GradScaler does: 65536 at first,
-    doubled after 2000 good steps, halved at each overflow; the keys of fp16 do not count."""
+    """Compute type of operations such as matrix products: bfloat16 or float16. Parameters, gradients and
+    collectives stay fp32. float16 scales the loss like torch.amp.GradScaler: 65536 at first, doubled after
+    2000 steps without overflow, halved at each overflow. The section fp16 has no effect on it."""
     lower_precision_safe_modules: list[str] | None = ok(None)
-    """Classes whose parameters and gradients DeepSpeed rounds to dtype to exchange them. No effect: nothing
-    is rounded on the way (communication_data_type rounds gradients)."""
+    """Classes whose parameters and gradients DeepSpeed sends in dtype. No effect in zlaunch: collectives are
+    in fp32. communication_data_type sets the type of gradients."""
 
 
 def _amp_scale(value: Any) -> float | str | None:
@@ -96,35 +96,33 @@ AmpScale = Annotated[
 
 @with_missing("amp")
 class AMP(Section):
-    """The arguments of NVIDIA's apex.amp.initialize; torch.autocast does what they ask for."""
+    """Arguments of NVIDIA's apex.amp.initialize, implemented with torch.autocast."""
 
     gate: ClassVar[str] = "enabled"
 
     enabled: Bool = ok(False)
-    """Train by opt_level, at any ZeRO stage; not together with fp16, bf16 or torch_autocast."""
+    """Train with opt_level, at any ZeRO stage. Excludes fp16, bf16 and torch_autocast."""
     opt_level: Literal["O0", "O1", "O2", "O3"] = ok("O1")
-    """O1: fp32 under torch.autocast to float16, with loss scaling; O0: plain fp32. O2 and O3 are refused."""
+    """O0: plain fp32. O1: fp32 under torch.autocast to float16, with loss scaling. O2 and O3: errors."""
     loss_scale: AmpScale = ok(None)
     """"dynamic" or a fixed number; null is dynamic with O1, 1 with O0."""
     min_loss_scale: Positive | None = ok(None)
-    """The dynamic scale never falls below this; null: 1."""
+    """Minimum dynamic loss scale; null: 1."""
 
 
 class DataTypes(Section):
-    """Types of the tensors that the engine keeps."""
+    """Data types of gradients, parameters and buffers."""
 
     grad_accum_dtype: Dtype | None = ok(None)
-    """Type in which gradients rest and are summed over micro-batches: fp32, which null means too, or the
-    training type."""
+    """Type in which gradients are accumulated over micro-batches: fp32 (also null) or the training dtype."""
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
     buffer_dtype: Dtype | None = ok(None)
-    """Type of all floating-point buffers; null: each keeps its own, but for the running statistics of batch
-    and instance norm and the vectors of spectral norm, which torch wants in the parameters' type."""
+    """Type of all floating-point buffers. null keeps each buffer's type, except batch and instance norm's
+    running statistics and spectral norm's vectors, which get the type of the parameters."""
     keep_in_fp32_modules: list[str] | None = ok(None)
-    """Patterns, found anywhere in the name of a buffer (* is any characters), of buffers that are in fp32
-    under fp16 and bf16; parameters are not affected. null: those that a transformers model lists itself; []:
-    none."""
+    """Patterns for names of buffers that stay fp32 under fp16 and bf16. They match anywhere in a name; * is
+    any text. null: the list of the transformers model; []: none."""
 
 
 @with_missing("aio")
@@ -132,37 +130,37 @@ class AIO(Section):
     """Asynchronous disk access for NVMe offload."""
 
     block_size: Bucket = ok(1_048_576)
-    """Bytes of one request, a multiple of 4096."""
+    """Bytes in one request, a multiple of 4096."""
     queue_depth: Count = ok(8)
-    """Requests under way at once, each in its own thread."""
+    """Concurrent requests, each in its own thread."""
     intra_op_parallelism: Count = ok(1, "thread_count")
-    """Threads; the larger of this and queue_depth is used."""
+    """Threads; zlaunch uses the larger of this and queue_depth."""
     single_submit: Bool = always(False, "each thread submits its own request")
     """Submit requests one by one."""
-    overlap_events: Bool = always(True, "requests are waited for while others are submitted", holds=True)
-    """Submit and wait at once."""
+    overlap_events: Bool = always(True, "waiting overlaps with submitting", holds=True)
+    """Overlap submitting with waiting."""
 
 
 @with_missing("activation_checkpointing")
 class ActivationCheckpointing(Section):
-    """Recomputing activations in the backward pass."""
+    """Recompute activations in the backward pass instead of saving them."""
 
     enabled: Bool = ok(False)
-    """Checkpoint every transformer block of the model, without a change to the script (zlaunch's own key)."""
+    """Checkpoint every transformer block of the model (zlaunch's own key)."""
     partition_activations: Bool = ok(False)
-    """Shard saved activations over model-parallel ranks, where zlaunch.checkpointing.configure got some."""
+    """Shard saved activations over the model-parallel ranks passed to zlaunch.checkpointing.configure."""
     cpu_checkpointing: Bool = ok(False)
-    """Keep saved activations in CPU memory, of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
+    """Store saved activations in CPU memory: of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
     number_checkpoints: Count | None = ok(None)
-    """With enabled: checkpoint only this many blocks, evenly spaced; the others keep all activations."""
+    """With enabled: checkpoint only this many blocks, evenly spaced; the others save all activations."""
     tiled_mlp: Bool = ok(False)
-    """Compute MLPs in tiles of tokens, and again in the backward pass, while the model trains (zlaunch's own
-    key, as the next two)."""
+    """Compute MLPs in tiles of tokens, and recompute them in the backward pass (zlaunch's own key)."""
     tiled_loss: Bool = ok(False)
-    """Compute a Hugging Face model's loss in tiles of tokens; no logits of whole sequences exist, and the
-    output of a training pass has none."""
+    """Compute a Hugging Face model's loss in tiles of tokens, without the full logits. In training, the model
+    then returns no logits (zlaunch's own key)."""
     tile_tokens: AutoInt = ok("auto")
-    """Tokens of a tile; "auto": the MLP's width, and as many as make 67 million logits."""
+    """Tokens in one tile. "auto": for MLPs, the MLP's width; for the loss, 67 million logits (zlaunch's own
+    key)."""
 
 
 @with_missing("checkpoint.writer")
@@ -170,7 +168,7 @@ class Writer(Section):
     """How checkpoint files are written."""
 
     decoupled: Bool = ok(False)
-    """Write in the background, as with checkpoint.asynchronous."""
+    """Write in the background, like checkpoint.asynchronous."""
 
 
 def _capital(value: Any) -> Any:
@@ -181,12 +179,12 @@ Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capit
 
 
 class InMemorySection(Section):
-    """Snapshots in the nodes' memory, from which a restart goes on."""
+    """Snapshots in the memory of the nodes, from which a restart resumes."""
 
     every: Count = ok(10)
-    """Optimizer steps between two snapshots (zlaunch's own key, as the next)."""
+    """Optimizer steps between snapshots (zlaunch's own key)."""
     copies: Count = ok(2)
-    """Nodes that keep each rank's part: its own, and with 2 the next one, too."""
+    """Copies of each rank's snapshot: 1 on its own node, 2 also on the next node (zlaunch's own key)."""
 
 
 @with_missing("checkpoint")
@@ -194,23 +192,24 @@ class CheckpointSection(Section):
     """Saving and loading."""
 
     asynchronous: Bool = ok(False)
-    """Write checkpoints while training goes on, from a copy in host memory (zlaunch's own key)."""
+    """Write checkpoints in the background from a copy in host memory (zlaunch's own key)."""
     keep_last: Count | None = ok(None)
-    """Keep only this many, the newest, of a folder's tags that are numbered alike (zlaunch's own key)."""
+    """Keep only the newest N tags of a numbered series, such as step100, step200 (zlaunch's own key)."""
     on_signal: Bool = ok(False)
-    """Save and end when the run is asked to stop by SIGUSR1 or a preemption (zlaunch's own key)."""
+    """Save and exit on SIGUSR1 or preemption (zlaunch's own key)."""
     in_memory: InMemorySection | None = ok(None)
-    """Keep the newest state in memory, too, so that restarts need no disk; null: no (zlaunch's own key)."""
+    """Keep snapshots in memory, so that restarts read no disk; null: off (zlaunch's own key)."""
     save_dir: str | None = ok(None)
-    """Where on_signal saves; null: where was last saved or loaded, or ./checkpoints (zlaunch's own key)."""
+    """Folder for on_signal; null: the last one saved to or loaded from, else ./checkpoints (zlaunch's own
+    key)."""
     use_node_local_storage: Bool = ok(False)
-    """Each node keeps what its ranks save on its own disk."""
+    """Each node saves the files of its ranks on its local disk."""
     tag_validation: Validation = ok("Warn")
-    """Where ranks save under different tags: Fail is an error; Warn and Ignore save all under rank 0's."""
-    checkpoint_serialization: Bool = always(True, "nothing is pickled")
-    """Pickle a checkpoint as torch does."""
+    """If ranks pass different tags: Fail raises an error; Warn and Ignore use rank 0's tag."""
+    checkpoint_serialization: Bool = always(True, "zlaunch pickles nothing")
+    """Use torch's pickle format."""
     writer: Writer | None = ok(None)
-    """The checkpoint writer; with decoupled, as asynchronous."""
+    """The checkpoint writer; decoupled means asynchronous."""
 
     @property
     def is_asynchronous(self) -> bool:

@@ -11,23 +11,23 @@ from .zero import ShardGroupSize
 
 
 class Parallel(Section):
-    """The mesh of ranks: how many share what. The sizes multiply to the number of ranks."""
+    """The mesh of ranks: the size of each parallel axis. The sizes multiply to the number of ranks."""
 
     data: AutoInt = ok("auto")
-    """Groups of ranks that have the whole model, each with its own samples; "auto": all that the other axes
-    leave. Ranks of the expert axis have their own samples, too."""
+    """Size of the data-parallel axis, without the expert axis; "auto": the ranks divided by the other
+    axes."""
     tensor: Count = ok(1)
     """Size of the tensor-parallel group (zlaunch's key for tensor_parallel.autotp_size)."""
     expert: Count = ok(1)
-    """Ranks with different samples that have different experts of a mixture of experts, and compute with them
-    for one another (zlaunch's own key for expert_parallel.autoep_size)."""
+    """Size of the expert-parallel group, whose ranks have different experts and different samples (zlaunch's
+    key for expert_parallel.autoep_size)."""
     sequence: Count = ok(1)
-    """Ranks that have different parts of each sequence, and different heads inside of attention (zlaunch's
-    own key for sequence_parallel_size)."""
+    """Size of the sequence-parallel group, which splits each sequence, and the heads inside attention
+    (zlaunch's key for sequence_parallel_size)."""
     pipeline: Count = ok(1)
-    """Ranks that have different layers, and pass activations on (zlaunch's own key for pipeline.stages)."""
+    """Number of pipeline stages (zlaunch's key for pipeline.stages)."""
     shard_group: ShardGroupSize | None = ok(None)
-    """Ranks that parameters are sharded over: another place for zero_optimization.shard_group."""
+    """Ranks that ZeRO shards over: an alias for zero_optimization.shard_group."""
 
 
 @with_missing("tensor_parallel")
@@ -37,44 +37,42 @@ class TensorParallel(Section):
     autotp_size: Whole = ok(0)
     """Size of the tensor-parallel group; 0 and 1 turn it off."""
     plan: dict[str, str] | None = ok(None)
-    """Styles of modules and parameters by name, "*" for any number, such as {"layers.*.mlp.up": "colwise"};
-    null takes the model's own plan, as Hugging Face models have it (zlaunch's own key)."""
+    """Style by module or parameter name, "*" for any number, such as {"layers.*.mlp.up": "colwise"}. null
+    uses the plan of the Hugging Face model (zlaunch's own key)."""
     vocab_parallel_loss: Bool = ok(False)
-    """Compute a Hugging Face model's loss from each rank's part of the logits, which are never put together;
-    the model's output then has that part alone (zlaunch's own key)."""
+    """Compute a Hugging Face model's loss from sharded logits, without gathering them. The model then returns
+    only the rank's shard of the logits (zlaunch's own key)."""
 
 
 @with_missing("expert_parallel")
 class ExpertParallel(Section):
-    """Expert parallelism: the ranks of an axis have different experts."""
+    """Expert parallelism: each rank of the group has different experts."""
 
     enabled: Bool = ok(False)
-    """Whether autoep_size counts, as in DeepSpeed."""
+    """Enable autoep_size, as in DeepSpeed."""
     autoep_size: Count = ok(1)
-    """Ranks that have different experts."""
+    """Size of the expert-parallel group."""
     experts: list[str] | None = ok(None)
-    """Names of the modules that hold the experts, "*" for any number, such as ["layers.*.experts"]: all their
-    parameters have the experts as first dimension, and they are called as module(tokens (n, width), experts
-    (n, k), weights (n, k)). Null takes the model's own plan, as Hugging Face models have it (zlaunch's own
-    key)."""
+    """Names of the modules that hold the experts, "*" for any number, such as ["layers.*.experts"]. The first
+    dimension of each of their parameters is the expert. The model calls them as module(tokens (n, width),
+    experts (n, k), weights (n, k)). null uses the plan of the Hugging Face model (zlaunch's own key)."""
 
 
 @with_missing("pipeline")
 class Pipeline(Section):
-    """Pipeline parallelism: ranks have different layers, and pass activations on. Micro-batches of
-    gradient_accumulation_steps go through one after the other."""
+    """Pipeline parallelism: each stage has different layers and sends its activations to the next stage.
+    gradient_accumulation_steps is the number of micro-batches of a step."""
 
     stages: AutoInt = ok("auto")
-    """Ranks that have different layers; "auto" is parallel.pipeline."""
+    """Number of pipeline stages; "auto" is parallel.pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved"] = ok("1f1b")
-    """Order of the micro-batches' passes: "gpipe" runs all forward passes first, "1f1b" each backward pass as
-    soon as it can, and "interleaved" does so with several parts of the model on each rank (zlaunch's own
-    key)."""
+    """Pipeline schedule: "gpipe" runs all forward passes first, "1f1b" runs each backward pass as early as
+    possible, "interleaved" is 1f1b with several virtual stages on each rank (zlaunch's own key)."""
     virtual_stages: Count = ok(2)
-    """With "interleaved": parts of the model on each rank (zlaunch's own key)."""
+    """With "interleaved": virtual stages on each rank (zlaunch's own key)."""
     partition: Literal["best", "parameters", "uniform"] | list[Whole] = ok("best")
-    """How layers are divided: "best" and "parameters" by their numbers of parameters, "uniform" by the number
-    of layers, or a list of the first layer of each part after the first."""
+    """How layers are assigned to stages: "best" and "parameters" balance parameters, "uniform" balances
+    layers. A list gives the first layer of each stage after the first."""
 
 
 class HasAxes(Protocol):

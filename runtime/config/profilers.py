@@ -31,34 +31,34 @@ Operation = Annotated[
 
 
 class FlopsProfilerSection(Section):
-    """Operations of each module, counted in one micro-batch."""
+    """FLOPs of each module, counted in one micro-batch."""
 
     enabled: Bool = ok(False)
-    """Count them on rank 0 and print them; reports then have TFLOPS."""
+    """Count FLOPs on rank 0 and print them; progress lines then show TFLOPS."""
     profile_step: Count = ok(1)
-    """Steps made before the one in which they are counted."""
+    """Steps before the counted step."""
     module_depth: Integer = ok(-1)
-    """Depth of the printed tree; -1 is all of it."""
+    """Depth of the printed module tree; -1 prints all levels."""
     top_modules: Count = ok(1)
-    """Modules with the most operations that are named for each depth."""
+    """Modules to list at each depth, those with the most FLOPs first."""
     detailed: Bool = ok(True)
-    """Print the tree, not only the top modules."""
+    """Print the module tree, not only the top modules."""
     output_file: str | None = ok(None)
-    """File to write instead of printing."""
-    recompute_fwd_factor: NonNegative = always(0.0, "what is recomputed in the backward pass is counted")
-    """Share of the forward pass that is recomputed."""
+    """Write to this file instead of printing."""
+    recompute_fwd_factor: NonNegative = always(0.0, "zlaunch counts recomputation")
+    """Fraction of the forward pass that is recomputed."""
 
 
 class CommsLoggerSection(Section):
-    """Collectives by kind and size: how many, how long, how fast."""
+    """Count, time and bandwidth of collectives, by operation and size."""
 
     enabled: Bool = ok(False)
-    """Log them; rank 0 prints a table when the engine is destroyed or the process ends."""
+    """Log collectives. Rank 0 prints a table when the engine is destroyed or the process exits."""
     prof_all: Bool = ok(True)
-    """Log all operations; false logs those of prof_ops."""
+    """Log all operations; false logs only prof_ops."""
     prof_ops: list[Operation] = ok([])
-    """Operations to log with prof_all false, by their names in deepspeed.comm."""
+    """Operations to log with prof_all false, named as in deepspeed.comm."""
     verbose: Bool = ok(False)
-    """Print a line for each operation, on rank 0."""
+    """Print a line per operation on rank 0."""
     debug: Bool = ok(False)
-    """Name the calling place in table and lines; each has rows of its own."""
+    """Show the call site, with separate rows for each."""

@@ -66,22 +66,20 @@ class Effective:
             f"{path} {json.dumps(values[path])}" if path in values else f"{path} left out"
             for path in sorted(self.loaded.auto)
         ]
-        return [f'{self.loaded.origin}: "auto" is settled as {", ".join(found)}'] if found else []
+        return [f'{self.loaded.origin}: "auto" is set to {", ".join(found)}'] if found else []
 
     def guesses(self) -> list[str]:
         """Return a line for each "auto" whose value changes what is trained and that nothing has given."""
         if self.sources[MICRO] != _NO_SIZE:
             return []
-        return [
-            f'{self.loaded.origin}: {MICRO}: "auto" became 1, since no batch size is given; give it a number'
-        ]
+        return [f'{self.loaded.origin}: {MICRO}: "auto" became 1, because no batch size is set; set a number']
 
     def changed_defaults(self) -> list[str]:
         """Return a line for each key in use that is not given and whose default DeepSpeed has changed."""
         values = dict(_leaves(self.to_dict()))
         unused = [] if self.config.bf16.enabled else ["bf16.check_grad_overflow"]
         return [
-            f"{path} is not given: {json.dumps(values[path])}, the default {CHANGED[path]}"
+            f"{path} is not set: uses {json.dumps(values[path])}, the default {CHANGED[path]}"
             for path in CHANGED
             if path in values and self.sources[path] == f"default {CHANGED[path]}" and path not in unused
         ]
@@ -121,9 +119,9 @@ def resolve(
     return Effective(config, sources, loaded)
 
 
-_NO_SIZE = "auto: 1, no batch size is given"
+_NO_SIZE = "auto: 1, no batch size is set"
 _MUST_BE_FILLED = {
-    "gradient_clipping": "a number, the largest norm of the gradients (0 is off)",
+    "gradient_clipping": "a number, the maximum gradient norm (0 is off)",
     "zero_optimization.stage": "0, 1, 2 or 3",
 }
 
@@ -131,8 +129,8 @@ _MUST_BE_FILLED = {
 def open_values(loaded: Loaded) -> list[str]:
     """Return a line for each "auto" of which there is no right value but the script's own."""
     return [
-        f'{loaded.origin}: {path}: "auto" is for the Hugging Face Trainer and accelerate, which fill it in; '
-        f"without them give {value}"
+        f'{loaded.origin}: {path}: only the Hugging Face Trainer and accelerate fill in "auto"; '
+        f"without them, set {value}"
         for path, value in _MUST_BE_FILLED.items()
         if path in loaded.auto
     ]
@@ -202,12 +200,12 @@ def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world:
         return [problem]
     if train is None and micro is None:
         if not loaded.auto & {TRAIN, MICRO, GAS}:
-            return [f"batch size is not known, give {TRAIN} or {MICRO}"]
+            return [f"no batch size is set, give {TRAIN} or {MICRO}"]
         micro = 1
         notes[MICRO] = _NO_SIZE
     if gas is None and (train is None or micro is None):
         gas = 1
-        notes[GAS] = "derived: 1 unless given"
+        notes[GAS] = "derived: 1 unless set"
     if train is None:
         train = micro * gas * world
         notes[TRAIN] = f"derived: {MICRO} {micro} * {GAS} {gas} * world size {world}"
@@ -235,11 +233,11 @@ def _mistake(train: int, micro: int | None, gas: int | None, world: int) -> str:
     wrong, right = ("is less than", f"{one} or a multiple of it")
     if below:
         wrong, right = ("is not a multiple of", f"{below} or {below + one}")
-    least = "one sample" if micro is None else "one micro batch"
+    least = "one sample" if micro is None else "one micro-batch"
     other = " or ".join((*given, "the number of ranks"))
     instead = "" if given else f", or leave it out and give {MICRO}"
     return (
-        f"{TRAIN}: {train} {wrong} {product} (a step takes {least} on every rank, or more); set it to "
+        f"{TRAIN}: {train} {wrong} {product} (a step takes at least {least} on every rank); set it to "
         f"{right}, or change {other}{instead}"
     )
 
@@ -258,7 +256,7 @@ def _sizes(
     for key, (size, why) in rules.items():
         path = f"zero_optimization.{key}"
         if path in loaded.auto and hidden is None:
-            notes[path] = "auto: default, the model's hidden_size is not known"
+            notes[path] = "auto: default, the model's hidden_size is unknown"
         elif path in loaded.auto:
             values["zero_optimization"][key] = size
             notes[path] = f"auto: {why}"
@@ -293,7 +291,7 @@ def _params(
         if model is None:
             continue
         if name in model.required:
-            problems.append(f'{path}: "auto" cannot be worked out here, it must be given')
+            problems.append(f'{path}: "auto" cannot be resolved here, set a value')
         elif (default := model.model_fields[name].default) is not None:
             scheduler["params"][name] = default
             notes[path] = "auto: default"

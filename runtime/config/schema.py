@@ -42,58 +42,55 @@ class Config(Section):
     """A DeepSpeed config file as zlaunch reads it."""
 
     strict: Bool | None = ok(None)
-    """Unknown keys: true refuses all, false none (warnings); null refuses those inside sections, and at the
-    top level those that are close to a key, belong elsewhere, are a setting's name in another tool, or are a
-    section that is enabled (zlaunch's own key)."""
+    """Unknown keys: true rejects all, false warns. null rejects them inside sections; at the top level it
+    rejects typos, keys of another section, settings of other tools and enabled sections, and warns about the
+    rest (zlaunch's own key)."""
     train_batch_size: Count | None = ok(None)
-    """Samples of one optimizer step: micro batch * accumulation steps * ranks."""
+    """Samples in one optimizer step: micro-batch size * accumulation steps * data-parallel ranks."""
     train_micro_batch_size_per_gpu: Count | None = ok(None)
-    """Samples of one forward pass on one rank."""
+    """Samples in one micro-batch on one rank."""
     gradient_accumulation_steps: Count | None = ok(None)
-    """Forward and backward passes of one optimizer step."""
+    """Micro-batches in one optimizer step."""
     managed_gradient_accumulation: Bool = ok(True)
-    """Count the passes of a step in the engine. With false the script does: every engine.step() applies the
-    gradients of the backward passes before it, whose losses are still divided by gradient_accumulation_steps
-    (backward(scale_wrt_gas=False) leaves them)."""
+    """Let the engine count micro-batches, so that engine.step() updates once per gradient_accumulation_steps
+    calls. With false, every engine.step() updates. backward() divides the loss by gradient_accumulation_steps
+    either way; backward(scale_wrt_gas=False) does not."""
     steps_per_print: Steps | None = ok(None)
-    """Steps between two progress lines; null and inf print none."""
+    """Steps between progress lines; null and inf print none."""
     memory_breakdown: Bool = ok(False)
-    """Print rank 0's memory on the device and in the host every steps_per_print steps (null and inf: every
-    step)."""
+    """Print rank 0's device and host memory every steps_per_print steps (null and inf: every step)."""
     wall_clock_breakdown: Bool = ok(False)
-    """Print how a step's time is split into forward, backward, step and the rest, every steps_per_print steps
-    (null and inf: every step), and write it to the monitors."""
+    """Print the time of forward, backward, step and the rest every steps_per_print steps (null and inf: every
+    step), and log it to the monitors."""
     dump_state: Bool = ok(False)
-    """Print the config and the engine's state at the start."""
+    """Print the config and the engine's state at startup."""
     gradient_clipping: NonNegative = ok(1.0)
-    """Largest global L2 norm of the gradients; 0 is off."""
+    """Maximum global L2 norm of the gradients; 0 is off."""
     prescale_gradients: Bool = ok(False)
     """Divide gradients before the reduction."""
     gradient_predivide_factor: Positive = ok(1.0)
     """Divisor used by prescale_gradients."""
     gradient_allreduce_op: Literal["mean", "sum"] = ok("mean")
-    """How gradients of the ranks are put together (sum: not with stage 3)."""
+    """How gradients are reduced over the ranks; stage 3 does not support "sum"."""
     communication_data_type: Dtype | None = ok(None)
-    """Type in which gradients are reduced; null is the model's."""
+    """Data type for gradient reduction; null is the model's."""
     zero_allow_untested_optimizer: Bool = ok(False)
-    """Give flat shards to an optimizer that is not known to be element-wise; without it such an
-    optimizer is refused, but at stage 0 and on one rank.
-    """
-    zero_force_ds_cpu_optimizer: Bool = always(True, "what cannot be offloaded is refused in any case")
-    """Refuse other optimizers with CPU offload."""
+    """Allow an optimizer that zlaunch does not know to be element-wise on flat shards. Without it, such an
+    optimizer works only at stage 0 or on one rank."""
+    zero_force_ds_cpu_optimizer: Bool = always(True, "zlaunch rejects every optimizer that it cannot offload")
+    """Reject other optimizers with CPU offload."""
     sequence_parallel_size: Count = ok(1)
-    """Ranks that have different parts of each sequence, and different heads inside of attention."""
+    """Size of the sequence-parallel group, which splits each sequence, and the heads inside attention."""
     data_parallel_size: Count | None = ok(None)
-    """Another name for parallel.data; null is "auto"."""
+    """Alias for parallel.data; null is "auto"."""
     dataloader_drop_last: Bool = ok(False)
-    """Drop the last batch when it is not full."""
+    """Drop the last batch if it is incomplete."""
     tf32: Bool | None = ok(None)
-    """Let fp32 products and convolutions on GPUs round their inputs to TF32 (true) or not (false), in the
-    whole process; null leaves what torch, the script or Hugging Face's TrainingArguments have set (zlaunch's
-    own key)."""
+    """Allow TF32 in fp32 matrix products and convolutions on GPUs, for the whole process. null keeps the
+    setting of torch, the script or Hugging Face's TrainingArguments (zlaunch's own key)."""
     log_level: LogLevel | None = ok(None)
-    """Least level of the messages shown (debug, info, warning, error, critical), zlaunch's own and those of
-    the DeepSpeed logger."""
+    """Minimum level of the messages of zlaunch and of the DeepSpeed logger: debug, info, warning, error or
+    critical."""
 
     optimizer: Optimizer | None = ok(None)
     """The optimizer."""
@@ -112,7 +109,7 @@ class Config(Section):
     torch_autocast: TorchAutocast = section(TorchAutocast)
     """torch.autocast."""
     amp: AMP = section(AMP)
-    """NVIDIA apex's arguments."""
+    """NVIDIA apex."""
     data_types: DataTypes = section(DataTypes)
     """Types."""
     aio: AIO = section(AIO)
@@ -128,13 +125,13 @@ class Config(Section):
     tensorboard: FileMonitor = section(FileMonitor)
     """TensorBoard."""
     csv_monitor: FileMonitor = section(FileMonitor)
-    """CSV files, one for each metric."""
+    """CSV files, one per metric."""
     wandb: WandB = section(WandB)
     """Weights & Biases."""
     comet: Comet = section(Comet)
     """Comet."""
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection)
-    """Operations of each module."""
+    """FLOPs of each module."""
     comms_logger: CommsLoggerSection = section(CommsLoggerSection)
     """Log of collectives."""
 

@@ -22,11 +22,13 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather the whole values of sharded parameters inside the context. Collective: all ranks enter alike.
+    """Unshard parameters inside the context. Collective: every rank must enter it with the same parameters.
 
-    With ``modifier_rank`` that rank's changes are copied to all ranks and to the master values; without,
-    changes of sharded parameters are lost. Parameters that no engine manages are left unchanged. Raises
-    TypeError for anything else than tensors, such as the pairs of ``named_parameters()``.
+    With ``modifier_rank``, the changes of that rank are copied to all ranks and to the master values.
+    Without it, changes of sharded parameters are lost. Parameters that no engine manages are left unchanged.
+
+    Raises:
+        TypeError: An argument is not a tensor, such as a pair from ``named_parameters()``.
     """
     if isinstance(params, nn.Module):
         params = list(params.parameters())
@@ -49,9 +51,9 @@ def GatheredParameters(
             for unit in units:
                 if divides_layers(unit.comm):
                     raise UnsupportedError(
-                        f"GatheredParameters(modifier_rank={modifier_rank}): {unit.names[0]} and others are "
-                        "under tensor parallelism, where one rank has parts alone: change them on all ranks "
-                        "by engine.module.load_state_dict()"
+                        f"GatheredParameters(modifier_rank={modifier_rank}) does not support "
+                        f"tensor-parallel parameters such as {unit.names[0]}: change them on all ranks with "
+                        "engine.module.load_state_dict()"
                     )
             for unit in units:
                 unit.comm.broadcast(unit.full, modifier_rank)

@@ -46,15 +46,15 @@ _IGNORED = {
 
 
 class Init:
-    """Shards modules while they are built: each is built whole, one at a time, and this rank's slice is kept.
+    """Shard a model while it is built: each module is built whole, then only this rank's shard is kept.
 
-    In ``with zlaunch.zero.Init():`` a model larger than the GPU's memory, or with ``remote_device="nvme"``
-    than the host's, can be built; :func:`zlaunch.initialize` (stage 3) takes it over. Every module is built
-    with its own code, so the values are those of an ordinary construction, rank 0's on all ranks. Collective:
-    every rank must build equal modules in one order.
+    ``with zlaunch.zero.Init():`` builds a model larger than GPU memory, or larger than host memory with
+    ``remote_device="nvme"``. Pass the model to :func:`zlaunch.initialize` at stage 3. Each module runs its
+    own constructor, so the values equal those of an ordinary construction; all ranks get rank 0's values.
+    Collective: every rank must build the same modules in the same order.
 
-    Code that touches a parameter of an earlier module while the context is open (``model.apply(init)``,
-    tied or copied weights) finds it whole; it is sharded again afterwards.
+    Inside the context, code that touches a parameter of an earlier module (``model.apply(init)``, tied or
+    copied weights) sees the whole parameter, which is resharded afterwards.
     """
 
     def __init__(
@@ -71,11 +71,16 @@ class Init:
         mpu: Any = None,
         **ignored: Any,
     ) -> None:
-        """Take DeepSpeed's arguments. ``module`` is sharded at once; ``remote_device`` is ``"cpu"``,
-        ``"nvme"`` or None for the config's ``offload_param``; parameters are converted to ``dtype``, by
-        default the config's.
+        """Set up the context with DeepSpeed's arguments; no effect if the config's stage is below 3.
 
-        Does nothing with a config of a stage below 3. Raises ConfigError, DiskError.
+        Args:
+            module: Module to shard at once.
+            remote_device: ``"cpu"``, ``"nvme"``, or None for the config's ``offload_param``.
+            dtype: Dtype of the parameters; by default the config's.
+
+        Raises:
+            ConfigError: The config is invalid.
+            DiskError: The offload folder cannot be used.
         """
         if unknown := sorted(ignored.keys() - _IGNORED):
             raise TypeError(f"zero.Init() got an unexpected keyword argument {unknown[0]!r}")
@@ -276,8 +281,8 @@ class _Builder:
             if placeholder.settings.empty_placeholders:
                 return False
             raise RuntimeError(
-                f"{unit.name}.{unit.names[0]} was built in zlaunch.zero.Init and is sharded: give the model "
-                "to zlaunch.initialize, or reach its values in zlaunch.zero.GatheredParameters"
+                f"{unit.name}.{unit.names[0]} was built in zlaunch.zero.Init and is sharded: pass the model "
+                "to zlaunch.initialize, or read its values in zlaunch.zero.GatheredParameters"
             )
         unit.wait_unsharded()
         self._touched.setdefault(id(unit), unit)

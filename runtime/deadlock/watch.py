@@ -148,10 +148,10 @@ class DeadlockWatch:
                 others[rank] = (other, other.beat)
             elif other.beat >= first[1] + 2:  # it was there after this rank had begun to look
                 verdict = (
-                    f"rank {self._rank} waits in vain: it {mine.what}{mine.where}, while rank {rank} "
-                    f"{other.what}{other.where}. All ranks must make the same calls: state_dict and "
-                    "evaluation at stage 3 and where ranks share layers, experts or sequences, "
-                    "GatheredParameters at stage 3, save_checkpoint and load_checkpoint at every stage"
+                    f"rank {self._rank} is deadlocked: it {mine.what}{mine.where}, while rank {rank} "
+                    f"{other.what}{other.where}. All ranks must make the same calls: save_checkpoint and "
+                    "load_checkpoint at every stage, GatheredParameters at stage 3, state_dict and "
+                    "evaluation at stage 3 and with tensor, expert or sequence parallelism"
                 )
                 # Its search ends in vain once this rank stops publishing.
                 self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))

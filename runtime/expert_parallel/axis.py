@@ -47,7 +47,7 @@ class ExpertAxis(Axis):
         parts = [torch.empty_like(part) for _ in range(self.size * self.mesh.tensor)]
         work = dist.all_gather(parts, part, group=self.group_for("states"), async_op=True)
         key = waits.next_key(self.comm.number, _STATES)
-        Work(work, key, "gathers a whole parameter from the ranks that have other experts", part).wait()
+        Work(work, key, "all-gathers a parameter over its expert-parallel group", part).wait()
         return parts
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -63,7 +63,7 @@ class ExpertAxis(Axis):
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
         key = waits.next_key(self.comm.number, _CHANNEL)
-        Work(work, key, "exchanges tokens with the ranks that have other experts", tensor).wait()
+        Work(work, key, "exchanges tokens in its expert-parallel group", tensor).wait()
 
 
 class _Exchange(torch.autograd.Function):

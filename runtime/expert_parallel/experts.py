@@ -20,28 +20,29 @@ _LISTS = ("", "deepspeed_experts.")
 
 
 class Experts(nn.Module):
-    """Computes for each token the weighted sum of the experts that it is routed to.
+    """Compute, for each token, the weighted sum of the experts that it is routed to.
 
-    The experts are modules of one class and one shape; their parameters are stacked, the expert as first
-    dimension, in the first of them, which computes them all: ``experts.expert.fc.weight`` has shape
-    (experts, out, in). With ``parallel.expert`` of the config, each rank has some of them.
+    Experts are modules of one class and shape. Their parameters are stacked along a new first dimension:
+    ``experts.expert.fc.weight`` has shape (experts, out, in). With ``parallel.expert`` in the config, each
+    rank holds some of the experts.
 
-    An expert is called with its tokens, (n, width), in the order that they came in, and returns (n, width),
-    or a tuple whose first element that is. Without tokens it is not called; its gradients are zero then.
+    An expert is called with its tokens (n, width), in their original order. It returns (n, width), or a
+    tuple with that tensor first. An expert without tokens is not called, and its gradients are zero.
 
-    ``load_state_dict`` also takes the names of a list of experts: ``0.fc.weight``, ``1.fc.weight``, ...
+    ``load_state_dict`` also accepts the names of a list of experts: ``0.fc.weight``, ``1.fc.weight``, ...
     """
 
     def __init__(self, experts: Sequence[nn.Module]) -> None:
-        """Stack the experts' parameters; the modules are not to be used elsewhere afterwards.
+        """Stack the parameters of ``experts``. Do not use these modules elsewhere afterwards.
 
-        Raises ParameterError for experts that differ in more than their parameters' values, share
-        parameters, or have buffers.
+        Raises:
+            ParameterError: The experts differ in more than parameter values, share parameters, or have
+                buffers.
         """
         super().__init__()
         members = list(experts) if isinstance(experts, Iterable) else []
         if not members or not all(isinstance(member, nn.Module) for member in members):
-            raise ParameterError("Experts: a list of modules is needed, at least one")
+            raise ParameterError("Experts: expected a list of at least one module")
         _check_equal(members)
         stacked: dict[int, nn.Parameter] = {}
         owners = [dict(member.named_modules(remove_duplicate=False)) for member in members]
@@ -58,21 +59,26 @@ class Experts(nn.Module):
         setattr(self, LEAF_MARK, True)
 
     def __len__(self) -> int:
-        """Return the number of experts, of this rank where ranks have different ones."""
+        """Return the number of experts on this rank."""
         return placeholder.shape_of(next(self.expert.parameters()))[0]
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums over k of ``weights * expert(tokens)``, (n, width), in the tokens' dtype, computed
-        in the wider one of the experts' outputs and the weights.
+        """Return the sum over k of ``weights * expert(tokens)``, with the shape and dtype of ``tokens``.
 
-        ``tokens``: (n, width). ``index``: (n, k), int64, the numbers of the experts; -1 adds nothing.
-        ``weights``: (n, k). Raises ParameterError for other shapes, and numbers of no expert.
+        The sum is computed in the wider dtype of the experts' outputs and the weights.
+
+        Args:
+            tokens: Tokens, (n, width).
+            index: Expert numbers, (n, k), int64; -1 adds nothing.
+            weights: Routing weights, (n, k).
+
+        Raises:
+            ParameterError: A shape is wrong, or an expert number is out of range.
         """
         if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(tokens):
             shapes = ", ".join(str(list(each.shape)) for each in (tokens, index, weights))
             raise ParameterError(
-                f"Experts was called with tensors of shapes {shapes}: tokens (n, width), index (n, k) and "
-                "weights (n, k) are needed"
+                f"Experts: expected tokens (n, width), index (n, k) and weights (n, k), got shapes {shapes}"
             )
         stacks: dict[str, Tensor] = dict(self.expert.named_parameters())
         check_kind("Experts", index)
@@ -103,7 +109,7 @@ class Experts(nn.Module):
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ParameterError(
                 f"Experts: {type(self.expert).__name__} returns {shape} for tokens {list(rows.shape)}: an "
-                "expert has to keep their shape"
+                "expert must return the same shape"
             )
         return found
 
@@ -133,7 +139,7 @@ def _check_equal(members: list[nn.Module]) -> None:
     first, seen = members[0], set[int]()
     own = next(iter(first.named_buffers()), None)
     if own is not None:
-        raise ParameterError(f"Experts: {type(first).__name__} has a buffer, {own[0]}: not supported")
+        raise ParameterError(f"Experts: buffers are not supported, but {type(first).__name__} has {own[0]}")
     if next(first.parameters(), None) is None:
         raise ParameterError(f"Experts: {type(first).__name__} has no parameters")
     wanted = _describe(first)

@@ -53,8 +53,8 @@ class DispatchForward:
         args, kwargs = by_position(self.module, args, kwargs)
         if len(args) < 3:
             raise ParameterError(
-                f"expert parallelism: {self.name} was called with {len(args)} positional arguments: tokens, "
-                "experts and weights are needed"
+                f"expert parallelism: {self.name}: expected tokens, experts and weights, got {len(args)} "
+                "positional arguments"
             )
         hidden, index, weights, *rest = args
         return self._send(hidden, index, weights, rest, kwargs)
@@ -91,9 +91,7 @@ class DispatchForward:
             rows[row], wanted[row, slot].unsqueeze(1), scales[row, slot].unsqueeze(1), *args, **kwargs
         )
         if not isinstance(pairs, Tensor) or pairs.shape != (len(row), rows.shape[1]):
-            raise ParameterError(
-                f"expert parallelism: {self.name} returns something else than (tokens, width)"
-            )
+            raise ParameterError(f"expert parallelism: {self.name} must return a tensor (tokens, width)")
         # ranks without rows send the tokens' dtype: under autocast, experts may return another
         return torch.zeros_like(rows).index_add(0, row, pairs.to(rows.dtype))
 
@@ -105,7 +103,7 @@ class DispatchForward:
         if hidden.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or len(index) != len(hidden):
             shapes = ", ".join(str(list(each.shape)) for each in (hidden, index, weights))
             raise ParameterError(
-                f"expert parallelism: {self.name} was called with tensors of shapes {shapes}: tokens "
-                "(n, width), experts (n, k) and weights (n, k) are needed"
+                f"expert parallelism: {self.name}: expected tokens (n, width), experts (n, k) and weights "
+                f"(n, k), got shapes {shapes}"
             )
         check_kind(f"expert parallelism: {self.name}", index)

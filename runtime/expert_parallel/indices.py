@@ -19,12 +19,11 @@ def check_bounds(name: str, lowest: int, highest: int, total: int) -> None:
     if lowest < -1 or highest >= total:
         wrong = highest if highest >= total else lowest
         raise ParameterError(
-            f"{name}: a token is routed to expert {wrong} of {total}: numbers are 0 to {total - 1}, and -1 "
-            "for none"
+            f"{name}: a token is routed to expert {wrong}: expected 0 to {total - 1}, or -1 for none"
         )
 
 
 def check_kind(name: str, index: Tensor) -> None:
     """Raise ParameterError for an index that does not hold whole numbers."""
     if index.dtype not in (torch.int64, torch.int32):
-        raise ParameterError(f"{name} was called with an index of {index.dtype}: int64 is needed")
+        raise ParameterError(f"{name}: expected an index of int64, got {index.dtype}")

@@ -64,15 +64,15 @@ class ExpertPlan:
         """Return the number of experts of a module."""
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ParameterError(
-                f"expert parallelism: {name} is a {type(module).__name__} of separate modules, which cannot "
-                "be divided: make it zlaunch.Experts([...]) of them, called with (tokens, index, weights)"
+                f"expert parallelism: {name} is a {type(module).__name__} of separate modules: wrap them in "
+                "zlaunch.Experts([...]) and call it with (tokens, index, weights)"
             )
         lengths = {(_shape(p) or (0,))[0] for p in module.parameters()}
         if len(lengths) != 1:
             shapes = ", ".join(f"{key} {list(_shape(p))}" for key, p in module.named_parameters())
             raise ParameterError(
-                f"expert parallelism: {name} does not have its experts as the first dimension of all its "
-                f"parameters ({shapes or 'it has none'})"
+                f"expert parallelism: the first dimension of every parameter of {name} must be the experts, "
+                f"got {shapes or 'no parameters'}"
             )
         total, size = lengths.pop(), self.axis.size
         if total % size:
@@ -86,9 +86,7 @@ class ExpertPlan:
     def _cut_further(self, name: str, parts: tuple[Box, ...], total: int) -> tuple[Box, ...]:
         step = total // self.axis.size
         if any(part[0] != ((0, total),) for part in parts):
-            raise ParameterError(
-                f"expert parallelism: {name} is already split between experts by the tensor axis"
-            )
+            raise ParameterError(f"expert parallelism: tensor parallelism already shards {name} by experts")
         return tuple(
             (((place * step, (place + 1) * step),), *part[1:])
             for place in range(self.axis.size)
@@ -101,8 +99,8 @@ class ExpertPlan:
             for key, parameter in module._parameters.items():
                 if not inside and parameter is not None and id(parameter) in self.boxes:
                     raise ParameterError(
-                        f"expert parallelism: {name}.{key} is a parameter of experts, too, which cannot be"
-                        " shared"
+                        f"expert parallelism: {name}.{key} shares a parameter with experts, which is not "
+                        "supported"
                     )
 
 
@@ -123,21 +121,20 @@ def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]
         names = [name for name in matching(model, pattern) if name in modules]
         if given is not None and not names:
             raise ParameterError(
-                f"expert_parallel.experts: the model has no module of the name {pattern}"
-                f"{suggestion(modules, pattern)}"
+                f"expert_parallel.experts: no module matches {pattern}{suggestion(modules, pattern)}"
             )
         found |= {name: modules[name] for name in names}
     if not found:
         listed = [n for n, each in modules.items() if isinstance(each, nn.ModuleList) and "experts" in n]
         if listed:
             raise ParameterError(
-                f"{type(model).__name__} has no plan for expert parallelism: make {listed[0]} "
-                "zlaunch.Experts([...]) of its modules, called with (tokens, index, weights); or name "
-                'modules with stacked parameters, expert_parallel.experts ["layers.*.experts"], or set its '
-                "size to 1"
+                f"{type(model).__name__} has no plan for expert parallelism: wrap the modules of "
+                f"{listed[0]} in zlaunch.Experts([...]), called with (tokens, index, weights); or name "
+                'modules with stacked parameters, expert_parallel.experts ["layers.*.experts"]; or set '
+                "the size to 1"
             )
         raise ParameterError(
-            f"{type(model).__name__} has no plan for expert parallelism: name the modules of its experts, "
-            'expert_parallel.experts ["layers.*.experts"], make them zlaunch.Experts, or set its size to 1'
+            f"{type(model).__name__} has no plan for expert parallelism: name the expert modules, "
+            'expert_parallel.experts ["layers.*.experts"], use zlaunch.Experts, or set the size to 1'
         )
     return found

@@ -11,7 +11,7 @@ from ..registry.optimizers import ELEMENTWISE
 from ..step_choice import collective_step_of
 
 _NEVER = {
-    "LBFGS": "runs the model several times within a step",
+    "LBFGS": "runs the model several times in one step",
     "SparseAdam": "needs sparse gradients, and the engine's are dense",
 }
 _BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
@@ -32,7 +32,7 @@ def check_narrow(optimizer: torch.optim.Optimizer, config: Config, dtype: torch.
                 if narrow and section is not None and section.device == "nvme":
                     raise ValueError(
                         "state_dtype and bf16.master_weights are not supported with offload_optimizer "
-                        '"nvme": records on disk are fp32. Use device "cpu", or remove them'
+                        '"nvme": state on NVMe is fp32. Use device "cpu", or remove them'
                     )
     except ValueError as error:
         raise OptimizerError(str(error)) from None
@@ -54,17 +54,17 @@ def needs_whole_tensors(
         return False
     if whole and not offloaded:
         return True
-    place = "offload_optimizer steps it in tiles" if whole else "it gets flat shards, or parts of a model"
+    place = "offload_optimizer updates tiles" if whole else "this config gives it flat shards"
     if name in _BY_SHAPE:
         raise OptimizerError(
-            f"optimizer {name} needs whole tensors, but {place}: use stage 0 or one rank, without "
-            "offload_optimizer and the axes tensor, expert and pipeline, or an optimizer that treats every "
-            "element by itself (Adam, AdamW, SGD, Lion)"
+            f"optimizer {name} needs whole tensors, but {place}: use an element-wise optimizer (Adam, AdamW, "
+            "SGD, Lion), or stage 0 or one rank, without offload_optimizer and tensor, expert or pipeline "
+            "parallelism"
         )
     if allowed:
         return False
     raise OptimizerError(
-        f"optimizer {name} is not known to be element-wise, and {place}: sums over a parameter "
-        "or a group (trust ratios, estimated rates) would be wrong there. If it does, set "
-        '"zero_allow_untested_optimizer": true; if not, use stage 0 or one rank, without offload_optimizer'
+        f"zlaunch does not know whether optimizer {name} is element-wise, and {place}. If it is, set "
+        '"zero_allow_untested_optimizer": true. If it computes norms or sums over a parameter, use stage 0 '
+        "or one rank, without offload_optimizer"
     )

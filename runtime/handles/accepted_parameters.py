@@ -24,22 +24,21 @@ def find_refused(model: nn.Module) -> str | None:
 
 def _refusal(parameter: nn.Parameter) -> str | None:
     if nn.parameter.is_lazy(parameter):
-        return "is lazy, it has no shape yet: run one batch through the model before zlaunch.initialize"
+        return "is lazy and has no shape yet: run one batch through the model before zlaunch.initialize"
     if placeholder.owner(parameter) is not None:
         return None
     if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
         return (
-            "is a DTensor, distributed already: give initialize a plain model (parameter.full_tensor(), or "
-            "from_pretrained without tp_plan), and let the config's tensor_parallel and zero_optimization "
-            "distribute it"
+            "is a DTensor, already distributed: pass a plain model to initialize (parameter.full_tensor() or "
+            "from_pretrained without tp_plan), and set tensor_parallel and zero_optimization in the config"
         )
     if parameter.is_meta:
         return (
-            "is on the meta device, it has no values: build the model on the CPU, or inside "
+            "is on the meta device and has no values: build the model on the CPU, or inside "
             "zlaunch.zero.Init(), or call model.to_empty(device=...) and initialize it"
         )
     if is_traceable_wrapper_subclass(parameter):
-        return f"is a {type(parameter).__name__}, a tensor of tensors, which is not supported"
+        return f"is a {type(parameter).__name__}, a tensor subclass, which is not supported"
     if parameter.layout is not torch.strided or parameter.is_quantized:
         return f"has the layout {parameter.layout}, which is not supported: use a dense tensor"
     if (reason := untrainable(parameter)) is not None:
@@ -50,7 +49,7 @@ def _refusal(parameter: nn.Parameter) -> str | None:
         parameter.__class__ = kinds.managed
         parameter.__class__ = kind
     except TypeError:
-        return f"is a {kind.__name__}, a class that cannot be managed: use torch.nn.Parameter"
+        return f"is a {kind.__name__}, which is not supported: use torch.nn.Parameter"
     return None
 
 
@@ -59,7 +58,7 @@ def untrainable(parameter: nn.Parameter) -> str | None:
     if parameter.requires_grad and not is_shardable(parameter):
         return (
             f"is {str(parameter.dtype).removeprefix('torch.')} and requires grad, which is not supported: "
-            "use float32, float64, bfloat16 or float16 (a complex one as torch.view_as_real)"
+            "use float32, float64, bfloat16 or float16 (torch.view_as_real for complex)"
         )
     return None
 
@@ -78,7 +77,7 @@ def _overlap(parameters: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     for (device, _, stop, name), (device2, start, _, name2) in itertools.pairwise(spans):
         if device == device2 and start < stop:
             return (
-                f"parameters {name} and {name2} lie on the same memory, but are two parameters: share one "
+                f"parameters {name} and {name2} share memory, but are two parameters: share one "
                 "nn.Parameter object, or clone one of them"
             )
     return None

@@ -40,13 +40,13 @@ def first_difference(reference: Sequence[Signature], other: Sequence[Signature])
     """Describe in words the first difference between two lists of parameters; None if they are equal."""
     for (name, shape, dtype, grad), (name2, shape2, dtype2, grad2) in zip(reference, other, strict=False):
         if name != name2:
-            return f"where rank 0 has parameter {name}, it has {name2}"
+            return f"it has parameter {name2}, rank 0 has {name}"
         if shape != shape2:
-            return f"parameter {name} has shape {list(shape2)}, on rank 0 {list(shape)}"
+            return f"parameter {name} has shape {list(shape2)}, but {list(shape)} on rank 0"
         if dtype != dtype2:
-            return f"parameter {name} is {dtype2}, on rank 0 {dtype}"
+            return f"parameter {name} is {dtype2}, but {dtype} on rank 0"
         if grad != grad2:
-            return f"parameter {name} is {'trainable' if grad2 else 'frozen'}, on rank 0 the opposite"
+            return f"parameter {name} is {'trainable' if grad2 else 'frozen'}, but not on rank 0"
     if len(reference) != len(other):
         longer, who = (other, "only it") if len(other) > len(reference) else (reference, "only rank 0")
         return f"{who} has parameter {longer[min(len(reference), len(other))][0]}"

@@ -75,9 +75,9 @@ class Handles:
         unfrozen = [] if but_unfrozen or self._step is None else self._integrity.unfrozen()
         if unfrozen:
             raise ParameterError(
-                f"{placeholder.name_of(unfrozen[0])} was unfrozen after the model had been called, so its "
-                "gradient did not reach the engine: unfreeze before the forward pass, and drop this gradient "
-                "with zero_grad()"
+                f"{placeholder.name_of(unfrozen[0])} was unfrozen after the forward pass, so the engine has "
+                "no gradient for it: unfreeze it before the forward pass, and drop this gradient with "
+                "zero_grad()"
             )
 
     def nonfinite_names(self) -> list[str]:
@@ -105,13 +105,13 @@ class Handles:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if id(parameter) not in mine:
                 raise OptimizerError(
-                    "add_param_group was given a tensor that is not a parameter of this engine's model: "
-                    "make it one before zlaunch.initialize, or train it with an optimizer of its own"
+                    "add_param_group got a tensor that is not a parameter of this engine's model: add it "
+                    "before zlaunch.initialize, or train it with a separate optimizer"
                 )
             unit = placeholder.owner(parameter)
             if unit is not None and unit.trainable and unit.hides_gradient(parameter):
                 raise OptimizerError(
-                    f"{placeholder.name_of(parameter)} has gradients of this step already: call "
+                    f"{placeholder.name_of(parameter)} already has gradients of this step: call "
                     "add_param_group after engine.step(), or drop them with optimizer.zero_grad()"
                 )
         self.check(but_unfrozen=True)
@@ -138,7 +138,7 @@ class Handles:
         stale = [p for p in self._integrity.unfrozen() if placeholder.GRAD.__get__(p) is not None]
         if stale:
             raise ParameterError(
-                f"{placeholder.name_of(stale[0])} has a gradient from before the engine trains it: call "
+                f"{placeholder.name_of(stale[0])} has a gradient from before the engine trained it: call "
                 "zero_grad() after unfreezing, or unfreeze before the forward pass"
             )
         sharded.comm.drain()

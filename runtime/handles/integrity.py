@@ -75,9 +75,9 @@ class Integrity:
             for index in range(len(unit.parameters)):
                 if not unit.is_in_place(index):
                     raise ParameterError(
-                        f"{unit.names[index]} no longer lies in the engine's memory (its data was replaced, "
-                        "or swapped): write into it, `with torch.no_grad(): parameter.copy_(values)`, "
-                        "at stage 3 inside zlaunch.zero.GatheredParameters([parameter], modifier_rank=0)"
+                        f"{unit.names[index]} is no longer in the engine's memory (its data was replaced or "
+                        "swapped). Write in place: `with torch.no_grad(): parameter.copy_(values)`, at "
+                        "stage 3 inside zlaunch.zero.GatheredParameters([parameter], modifier_rank=0)"
                     )
 
     def _explain(self, module: nn.Module, table: Table, expected: tuple[Any, ...]) -> str:
@@ -85,9 +85,9 @@ class Integrity:
         known = {id(value) for value in expected}
         names = [name for name, value in table.items() if id(value) not in known and _matters(value)]
         what = f"{prefix}.{names[0]}" if prefix and names else (names[0] if names else prefix or "the model")
-        done = "was replaced or added" if names else "has lost parameters or modules"
+        done = "was replaced or added" if names else "lost parameters or modules"
         return (
-            f"{what} {done} after zlaunch.initialize, so the engine would not train it: change the model "
+            f"{what} {done} after zlaunch.initialize, so the engine does not train it: change the model "
             "before initialize, or call engine.destroy() and initialize again"
         )
 
@@ -116,8 +116,9 @@ class GroupIntegrity:
             here = groups[index]["params"] if index < len(groups) else ()
             if len(here) != len(expected) or not all(map(is_, here, expected)):
                 raise ParameterError(
-                    f"param group {index} of the optimizer has other parameters than the engine trains: add "
-                    "them with optimizer.add_param_group, freeze them with parameter.requires_grad_(False)"
+                    f"param group {index} of the optimizer does not have the parameters that the engine "
+                    "trains: add parameters with optimizer.add_param_group, and freeze them with "
+                    "parameter.requires_grad_(False)"
                 )
         if len(groups) != len(self._expected):
             raise ParameterError(
@@ -130,6 +131,7 @@ def check_unfrozen(parameters: Sequence[nn.Parameter], groups: dict[int, int]) -
     for parameter in parameters:
         if id(parameter) not in groups:
             raise ParameterError(
-                f"{placeholder.name_of(parameter)} was frozen at zlaunch.initialize and requires a gradient "
-                "now, but the optimizer does not have it: call optimizer.add_param_group({'params': [...]})"
+                f"{placeholder.name_of(parameter)} was frozen at zlaunch.initialize and now requires "
+                "a gradient, but the optimizer does not have it: call "
+                "optimizer.add_param_group({'params': [...]})"
             )

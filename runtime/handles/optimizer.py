@@ -34,9 +34,9 @@ class _SpreadState(MutableMapping[Any, Any]):
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise OptimizerError(
-            "optimizer.state is kept by the engine: zlaunch.safe_get_full_optimizer_state(parameter, "
-            '"exp_avg") gives one of a parameter, safe_set_full_optimizer_state sets it, '
-            "engine.save_checkpoint saves all"
+            "the engine owns optimizer.state: read an entry with "
+            'zlaunch.safe_get_full_optimizer_state(parameter, "exp_avg"), set it with '
+            "safe_set_full_optimizer_state, save all state with engine.save_checkpoint"
         )
 
     __getitem__ = __setitem__ = __delitem__ = clear = _refuse
@@ -45,8 +45,8 @@ class _SpreadState(MutableMapping[Any, Any]):
         if not self._has_warned:
             self._has_warned = True
             warn(
-                "optimizer.state is kept by the engine and reads as empty: "
-                'zlaunch.safe_get_full_optimizer_state(parameter, "exp_avg") gives an entry of a parameter'
+                "the engine owns optimizer.state, which reads as empty: read an entry with "
+                'zlaunch.safe_get_full_optimizer_state(parameter, "exp_avg")'
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -62,7 +62,7 @@ class _SpreadState(MutableMapping[Any, Any]):
         return False
 
     def __repr__(self) -> str:
-        return "<kept by the engine>"
+        return "<owned by the engine>"
 
 
 class _LostState(_SpreadState):
@@ -70,15 +70,15 @@ class _LostState(_SpreadState):
 
     def _refuse(self, *arguments: Any) -> NoReturn:
         raise OptimizerError(
-            "this optimizer's state was spread over the ranks and is gone since engine.destroy(): its next "
-            "step would restart with fresh state. Make a new optimizer. To keep the state, call "
-            "engine.save_checkpoint or zlaunch.safe_get_full_optimizer_state before destroy()"
+            "this optimizer's state was sharded and is lost since engine.destroy(): make a new optimizer. To "
+            "keep the state, call engine.save_checkpoint or zlaunch.safe_get_full_optimizer_state before "
+            "destroy()"
         )
 
     __getitem__ = __setitem__ = __delitem__ = clear = __iter__ = __len__ = __contains__ = _refuse
 
     def __repr__(self) -> str:
-        return "<gone with the engine>"
+        return "<lost with the engine>"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Return a mapping that reads as empty; its entries, on other ranks as well, cannot be had or set."""
+        """Return an empty mapping. Reading or setting an entry raises OptimizerError."""
         return self.__dict__["state"]
 
     @state.setter
@@ -103,11 +103,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Call ``engine.step()``, which updates at the accumulation boundary. Raises OptimizerError for a
-        closure.
-        """
+        closure."""
         if closure is not None:
             raise OptimizerError(
-                "optimizer.step(closure) would have to run the model: call engine.backward(loss), then step()"
+                "optimizer.step(closure) is not supported: call engine.backward(loss), then step()"
             )
         self._engine.step()
 
@@ -115,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call ``engine.zero_grad()``: drop the gradients accumulated so far."""
+        """Call ``engine.zero_grad()``, which drops the accumulated gradients."""
         self._engine.zero_grad()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +122,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._engine.offload_states(*args, **kwargs)
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``engine.reload_states()``: bring them back."""
+        """Call ``engine.reload_states()``: move them back to the device. Collective."""
         self._engine.reload_states(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,9 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise OptimizerError(
-            "the optimizer of an engine cannot be pickled or copied: use engine.save_checkpoint"
-        )
+        raise OptimizerError("an engine's optimizer cannot be pickled or copied: use engine.save_checkpoint")
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
@@ -170,8 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 def _refused(name: str, kind: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise OptimizerError(
-            f"{kind}.{name} works on whole parameters and their state, which an engine keeps elsewhere: it "
-            "is not supported under ZeRO"
+            f"{kind}.{name} is not supported under ZeRO: it needs whole parameters and their state"
         )
 
     return refuse
@@ -212,14 +208,13 @@ def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     given = state_dict.get(MARK)
     if given is None:
         raise OptimizerError(
-            "this state dict is not of an engine's optimizer: state of a plain torch optimizer cannot be "
-            "taken over; a new engine begins with fresh state"
+            "this state dict is not from an engine's optimizer: an engine cannot load the state of a plain "
+            "torch optimizer and starts with fresh state"
         )
     for key, value in own.items():
         if given.get(key) != value:
             raise OptimizerError(
-                f"this state dict has the shards of another {key.replace('_', ' ')} ({given.get(key)}, here "
-                f"{value}): optimizer.state_dict() holds only this rank's shards. Use "
-                f"engine.save_checkpoint and "
-                "load_checkpoint, which fit any number of ranks and any stage"
+                f"this state dict is from a different {key.replace('_', ' ')} ({given.get(key)}, here "
+                f"{value}): optimizer.state_dict() has only this rank's shards. Use engine.save_checkpoint "
+                "and load_checkpoint, which support any number of ranks and any stage"
             )

@@ -36,5 +36,5 @@ def refuse_unused(units: Sequence[Unit], reducer: GradientReducer, comm: Comm) -
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     raise ParameterError(
         f"no gradient in this step for {', '.join(shown)}{more}: use them in the loss, freeze them "
-        "(requires_grad_(False)), or leave zero_optimization.ignore_unused_parameters at true"
+        "(requires_grad_(False)), or set zero_optimization.ignore_unused_parameters to true"
     )

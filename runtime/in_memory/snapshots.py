@@ -73,9 +73,8 @@ class Snapshots(Checkpointer):
         self._taken = steps
         if client_state is None:
             raise CheckpointError(
-                "checkpoint.in_memory: a restart resumes from a step at which the script has not saved, so "
-                "set engine.client_state to a function that returns its state, {} if it has none, before the "
-                "first step; or leave the key out"
+                "checkpoint.in_memory needs the script's state at every snapshot: before the first step, set "
+                "engine.client_state to a function that returns it ({} for none), or remove the key"
             )
         prepare_save()
         comm = self._comm
@@ -112,7 +111,8 @@ class Snapshots(Checkpointer):
             self._channel = HostChannel(self._comm)
             self._found = Places.of(self._channel.exchange(str(self._memory)))
             if self._copies > len(self._found.ranks) > 1 and self._comm.rank == 0:
-                warn(f"checkpoint.in_memory.copies is {self._copies}, on {len(self._found.ranks)} nodes")
+                nodes = len(self._found.ranks)
+                warn(f"checkpoint.in_memory.copies is {self._copies}, but the run has {nodes} nodes")
         return self._channel, self._found
 
     # -- after a restart
@@ -135,8 +135,8 @@ class Snapshots(Checkpointer):
         chosen = _choose(list(by_place.values()))
         if chosen is None or chosen.moment < on_disk:
             if leads:
-                why = "parts of it are lost" if chosen is None else "the disk has a newer checkpoint"
-                say(f"the snapshot in memory is left: {why}")
+                why = "some shards are lost" if chosen is None else "the disk has a newer checkpoint"
+                say(f"ignoring the in-memory snapshot: {why}")
             return None
         channel, _ = self._places()
         transfers = _fetches(chosen, places, by_place, comm.world_size)
@@ -152,7 +152,7 @@ class Snapshots(Checkpointer):
         except CheckpointError as error:
             self.damage = str(error)
         if leads:
-            warn(f"the snapshot in memory is left: {self.damage}")
+            warn(f"ignoring the in-memory snapshot: {self.damage}")
         if comm.rank == places.leader(str(self._memory)):
             shutil.rmtree(target, ignore_errors=True)
         return None
@@ -263,7 +263,7 @@ class CheckpointerWithSnapshots(Checkpointer):
                 return found
         loaded = super().load(folder, tag, strict=strict, missing_ok=missing_ok, **parts)
         if loaded[0] is None and self._snapshots.damage:  # some values are the snapshot's by now
-            raise CheckpointError(f"{self._snapshots.damage}; the next restart begins without that snapshot")
+            raise CheckpointError(f"{self._snapshots.damage}; the next restart does not use this snapshot")
         return loaded
 
 
@@ -281,7 +281,6 @@ def make_checkpointer(
         return CheckpointerWithSnapshots(*parts, snapshots=snapshots, link=make_link(), **named)
     if section is not None and read_environment().rank == 0:
         warn(
-            "checkpoint.in_memory has no effect: the memory belongs to zlaunch's agents, and this run "
-            "was started without zlaunch"
+            "checkpoint.in_memory has no effect without the zlaunch launcher, whose agents hold the snapshots"
         )
     return Checkpointer(*parts, link=make_link(), **named)

@@ -92,8 +92,8 @@ def parse_shape(text: str) -> Shape:
     sizes, _, name = text.partition(":")
     if not re.fullmatch(r"\d+(,\d+)*", sizes) or (name and name not in _DTYPES):
         raise MemoryPlanError(
-            f"--input {text}: expected sizes, such as 8,3,224,224, and for other numbers than the model's a "
-            f"dtype ({', '.join(_DTYPES)}), such as 8,128:int64"
+            f"--input {text}: expected sizes such as 8,3,224,224, with a dtype if it is not the model's "
+            f"({', '.join(_DTYPES)}), such as 8,128:int64"
         )
     return [int(size) for size in sizes.split(",")], _DTYPES.get(name)
 
@@ -161,8 +161,8 @@ def on_fake_tensors(
                     module = build(model).train()
                     if any(isinstance(each, nn.RNNBase) for each in module.modules()):
                         raise MemoryPlanError(
-                            f"{model.name}: what recurrent layers such as nn.LSTM keep inside of their "
-                            "kernels cannot be estimated; without --input the rest is shown"
+                            f"{model.name}: zlaunch cannot estimate the activations of recurrent layers "
+                            "(nn.LSTM); omit --input to see the rest"
                         )
                     if checkpointed:
                         try:
@@ -181,7 +181,7 @@ def on_fake_tensors(
     hint = (
         ""
         if inputs is not None
-        else (". If its input is no token ids: write a function that builds it, and give MODEL and --input")
+        else (". If its input is not token ids, write a function that builds it, and pass MODEL and --input")
     )
     raise MemoryPlanError(
         f"{model.name} cannot be run on fake tensors{_shown(inputs, dtype)}: {described(first)}{hint}"
@@ -274,7 +274,7 @@ def _shown(inputs: Shape | None, dtype: torch.dtype) -> str:
         return ""
     sizes, kind = inputs
     name = str(kind or dtype).removeprefix("torch.")
-    hint = "" if kind else "; of token ids: add :int64 to --input"
+    hint = "" if kind else "; for token ids, add :int64 to --input"
     return f", with an input of {','.join(map(str, sizes))} in {name}{hint}"
 
 

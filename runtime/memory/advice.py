@@ -46,7 +46,7 @@ class MemoryAdviser:
         what ran: a forward or backward pass, or the step.
         """
         planned = shown_bytes(self._planned(self.setting))
-        lines = [f"{self._allocated()}; planned, without activations: {planned}"]
+        lines = [f"{self._allocated()}; planned without activations: {planned}"]
         holders = find_holders(self.units, self.optimizer, self.device)[:_MOST_HOLDERS]
         held = [
             f"{name}{f' x {n}' if n > 1 else ''} {shown_bytes(nbytes)}"
@@ -54,16 +54,14 @@ class MemoryAdviser:
             if nbytes >= holders[0][2] * _LEAST_SHARE
         ]
         is_pass = where != "step" and torch.is_grad_enabled()
-        besides = "; besides, what autograd keeps for the backward pass" if is_pass else ""
-        lines.append(f"the largest holders: {', '.join(held) or 'none'}{besides}")
+        besides = "; plus the activations saved for the backward pass" if is_pass else ""
+        lines.append(f"largest tensors: {', '.join(held) or 'none'}{besides}")
         changes = self.changes(asked_bytes, micro_batch, accumulation, of_pass=is_pass)
         if changes:
-            lines += ["each of these lines of the config saves memory, the first costs least:"]
+            lines += ["each of these config settings saves memory, cheapest first:"]
             lines += [f"  {change}" for change in changes]
         else:
-            lines += [
-                "no line of the config would save much: take more GPUs, shorter inputs or a smaller model"
-            ]
+            lines += ["no config setting saves much: use more GPUs, shorter inputs or a smaller model"]
         return "\n".join(f"  {line}" for line in lines)
 
     def _planned(self, setting: Setting) -> int:
@@ -76,9 +74,9 @@ class MemoryAdviser:
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             whole = torch.cuda.mem_get_info()[1]
             text = f"allocated {shown_bytes(allocated)} of {shown_bytes(whole)}"
-            return f"{text} (in the allocator {shown_bytes(reserved)})"
+            return f"{text} ({shown_bytes(reserved)} reserved by the allocator)"
         memory = psutil.Process().memory_info().rss
-        return f"this process has {shown_bytes(memory)}, the machine {shown_bytes(host_bytes())} more"
+        return f"this process uses {shown_bytes(memory)}, {shown_bytes(host_bytes())} are free on the machine"
 
     def changes(self, asked_bytes: int, micro_batch: int, accumulation: int, *, of_pass: bool) -> list[str]:
         """Return lines for the config that save memory, with the keys that it has already. ``of_pass``: also
@@ -140,6 +138,6 @@ def raise_with_advice(error: BaseException | None, where: str, explain: Callable
     try:
         more = explain(asked, where)
     except Exception as problem:  # to explain takes memory too
-        more = f"  what holds it could not be found out: {type(problem).__name__}: {problem}"
+        more = f"  memory use unknown: {type(problem).__name__}: {problem}"
     kind = RuntimeError if is_hosts else torch.OutOfMemoryError
     raise kind(f"{text}\nzlaunch: out of memory in {where}:\n{more}") from error

@@ -66,7 +66,7 @@ def of_one_rank(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
     except ParameterError as error:
         raise MemoryPlanError(f"{model.name}: {error}") from None
     except (Exception, SystemExit) as error:
-        raise MemoryPlanError(f"{model.name} cannot be divided: {described(error)}") from error
+        raise MemoryPlanError(f"{model.name} cannot be split: {described(error)}") from error
     trainable = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
     held = [parameter for block in blocks for parameter in block]
     return replace(
@@ -116,11 +116,13 @@ def _of_numbers(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
     root, *layers = (-(-block // mesh.tensor) for block in model.blocks)
     if mesh.expert > 1:
         raise MemoryPlanError(
-            "numbers do not tell which parameters belong to experts: give MODEL or --hf_config"
+            "sizes alone do not tell which parameters belong to experts: pass MODEL or --hf_config"
         )
     if mesh.pipeline > 1 and model.layers is None:
-        raise MemoryPlanError("the size of a stage depends on the layers: give --hidden and --layers")
+        raise MemoryPlanError(
+            "the size of a pipeline stage depends on the layers: pass --hidden and --layers"
+        )
     if mesh.pipeline > len(layers):
-        raise MemoryPlanError(f"{len(layers)} layers cannot be divided into {mesh.pipeline} stages")
+        raise MemoryPlanError(f"cannot split {len(layers)} layers into {mesh.pipeline} pipeline stages")
     # the words may be needed at both ends
     return replace(model, blocks=(root, *layers[: -(-len(layers) // mesh.pipeline)]))

@@ -196,25 +196,24 @@ def config_text(
 ) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
-    need = f"{chosen.device / GIB:.1f} GiB of GPU memory and {CONTEXT_BYTES / GIB:.1f} for CUDA"
-    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // what was estimated: {need} a rank']
+    need = f"{chosen.device / GIB:.1f} GiB of GPU memory per rank, plus {CONTEXT_BYTES / GIB:.1f} for CUDA"
+    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // estimated: {need}']
     asked = ", ".join(f'"{name}": {size}' for name, size in axes.axes.items() if name != "data")
     if axes.pipeline > 1:
-        fill = "// as many as stages; with more micro-batches, stages wait for a smaller part of a step"
+        fill = "// one per pipeline stage; more micro-batches mean a smaller pipeline bubble"
         lines.append(f'"gradient_accumulation_steps": {axes.pipeline},  {fill}')
     if asked:
-        lines.append(f'"parallel": {{{asked}}},  // as asked; the other ranks have other samples')
+        lines.append(f'"parallel": {{{asked}}},  // as requested; the other ranks are data-parallel')
     if dtype in AUTOCAST:
         section = f'"torch_autocast": {{"enabled": true, "dtype": "{AUTOCAST[dtype]}"}}'
-        lines.append(f"{section},  // products in 16 bits; parameters stay in fp32")
+        lines.append(f"{section},  // 16-bit matrix products; parameters stay fp32")
     elif dtype != "fp32":
         own = ', "master_weights": "stochastic"' if kept.stochastic else ""
-        lines.append(f'"{dtype}": {{"enabled": true{own}}},  // half the memory and traffic of parameters')
+        lines.append(f'"{dtype}": {{"enabled": true{own}}},  // halves parameter memory and traffic')
     rate = "1e-4" if kept.state_dtype == "fp32" else f'1e-4, "state_dtype": "{kept.state_dtype}"'
     rate += ', "momentum": 0.9' if kept.optimizer == "SGD" else ""
     lines.append(
-        f'"optimizer": {{"type": "{kept.optimizer}", "params": {{"lr": {rate}}}}},'
-        "  // the learning rate is yours"
+        f'"optimizer": {{"type": "{kept.optimizer}", "params": {{"lr": {rate}}}}},  // set your learning rate'
     )
     zero = [f'"stage": {choice.stage}']
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):
@@ -227,22 +226,22 @@ def config_text(
     ending = "," if choice.checkpointed else ""
     reason = _REASONS[choice.stage, choice.optimizer]
     if choice.steps_in_backward:
-        reason = "as asked: a unit is stepped when its gradient is there, one micro-batch a step"
+        reason = "as requested: updates during the backward pass, with one micro-batch per step"
     lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason}')
     if choice.checkpointed:
-        lines.append('"activation_checkpointing": {"enabled": true}  // without it, activations do not fit')
+        lines.append('"activation_checkpointing": {"enabled": true}  // activations do not fit without it')
     return "{\n  " + "\n  ".join(lines) + "\n}"
 
 
 _REASONS = {
-    (0, Tier.DEVICE): "everything fits on each GPU, and nothing is faster",
-    (1, Tier.DEVICE): "stage 0 does not fit; sharding the optimizer costs no more traffic",
-    (2, Tier.DEVICE): "stage 1 does not fit; sharding gradients costs no more traffic",
-    (1, Tier.HOST): "the optimizer's state does not fit on the GPU; it is stepped in host memory",
-    (2, Tier.HOST): "the optimizer's state does not fit on the GPU; it is stepped in host memory",
-    (3, Tier.DEVICE): "no less fits; parameters are gathered in each pass, half as much traffic again",
-    (3, Tier.HOST): "stage 3 does not fit; states are kept in host memory",
-    (3, Tier.DISK): "host memory does not suffice; states are kept on NVMe (name your drive)",
+    (0, Tier.DEVICE): "everything fits on each GPU; this is the fastest stage",
+    (1, Tier.DEVICE): "stage 0 does not fit; sharding optimizer state adds no traffic",
+    (2, Tier.DEVICE): "stage 1 does not fit; sharding gradients adds no traffic",
+    (1, Tier.HOST): "optimizer state does not fit on the GPU; the CPU updates it",
+    (2, Tier.HOST): "optimizer state does not fit on the GPU; the CPU updates it",
+    (3, Tier.DEVICE): "stage 2 does not fit; gathering parameters adds 50% traffic",
+    (3, Tier.HOST): "stage 3 does not fit; states are in host memory",
+    (3, Tier.DISK): "host memory is too small; states are on NVMe (set your path)",
 }
 
 

@@ -22,7 +22,7 @@ _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _BUCKETS = 3
 """Transient gradient buckets: two being reduced, one being filled."""
 _ACCUMULATE_BYTES = 4
-_HINT = "Also: more GPUs for stages 1 to 3, or a smaller model"
+_HINT = "Or use more GPUs (stages 1 to 3) or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     missing = shortages(s, free, parameters_disk)
     if not missing:
         return
-    advice = f"Nothing in zero_optimization would make it fit. {_HINT}"
+    advice = f"No setting of zero_optimization makes it fit. {_HINT}"
     lean = replace(s, snapshots=0, kept_snapshots=0)
     if s.snapshots and not shortages(lean, free, parameters_disk):
         off = '"in_memory": null' if s.kept_snapshots else '"asynchronous": false'
@@ -314,15 +314,15 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
         left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
         if not left:
             need = plan(setting).total
-            on_disk = f" (a drive with {shown_bytes(need.disk)} free for each rank)" if need.disk else ""
+            on_disk = f" (needs {shown_bytes(need.disk)} free disk per rank)" if need.disk else ""
             advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
             break
     for change_of_bits, setting in narrowed(lean):
         if not shortages(setting, free, parameters_disk):
-            advice += f". Or keep the optimizer's numbers in fewer bits: {json.dumps(change_of_bits)[1:-1]}"
-            advice += " (state_dtype in the param groups where the script makes the optimizer)"
+            advice += f". Or use narrower optimizer state: {json.dumps(change_of_bits)[1:-1]}"
+            advice += " (if the script builds the optimizer, set state_dtype in its param groups)"
             break
-    raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} for each rank. {advice}")
+    raise MemoryPlanError(f"the model does not fit: {' and '.join(missing)} per rank. {advice}")
 
 
 def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations | None = None) -> list[str]:
@@ -352,9 +352,9 @@ def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations 
         details.append(f"{what}: {shown_bytes(found.snapshot.host)} of host memory")
     if of_token is not None and of_token.checkpointed is not None:
         details.append(
-            f"activations: {shown_bytes(left)} fit a micro-batch of {_rounded(left // of_token.plain)} "
+            f"activations: {shown_bytes(left)} fits a micro-batch of {_rounded(left // of_token.plain)} "
             f"tokens, or {_rounded(left // of_token.checkpointed)} with activation checkpointing in every "
-            f"block (estimated by {of_token.source})"
+            f"block (estimate: {of_token.source})"
         )
     summary = (
         f"{of}memory per rank: {shown} {unit} (parameters {each[0]}, gradients {each[1]}, optimizer "

@@ -78,7 +78,7 @@ def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: i
         return ModelSizes(name=name, blocks=(0, total), hidden=hidden, layers=layers, vocab=vocab)
     if layer * layers > total:
         raise MemoryPlanError(
-            f"{layers} layers of width {hidden} have {layer * layers:.4g} parameters, more than the "
+            f"{layers} layers with hidden size {hidden} have {layer * layers:.4g} parameters, more than the "
             f"{total:.4g} of --params"
         )
     blocks = (total - layer * layers, *[layer] * layers)
@@ -112,7 +112,7 @@ def from_hugging_face(path: str) -> ModelSizes:
     except (OSError, ValueError, KeyError) as error:
         if Path(path).exists() or isinstance(error, KeyError):
             raise MemoryPlanError(
-                f"{path} is not a model config that transformers {transformers.__version__} knows: {error}"
+                f"{path} is not a model config of transformers {transformers.__version__}: {error}"
             ) from None
         config = _from_hub(path)
     names = list(getattr(config, "architectures", None) or [])
@@ -149,7 +149,7 @@ def _from_hub(name: str) -> Any:
     except Exception as error:  # of the Hub's client and the HTTP library below it, which changes
         raise MemoryPlanError(
             f"{name}: no such file or folder, and {api.endpoint} does not answer ({_first_line(error)}). "
-            "Download the model's config.json and name it, or give --params"
+            "Download the model's config.json and pass its path, or use --params"
         ) from None
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -169,11 +169,10 @@ def _of_module(
             model = build()
     except (Exception, SystemExit) as error:
         raise MemoryPlanError(
-            f"{name} raised while it was built on torch's meta device, where tensors have no values: "
-            f"{described(error)}"
+            f"{name} failed on torch's meta device, where tensors have no values: {described(error)}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise MemoryPlanError(f"{name} returns {type(model).__name__}, not a torch module")
+        raise MemoryPlanError(f"{name} returns {type(model).__name__}, not an nn.Module")
     blocks = plan_blocks(model, SHARDED)
     trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
@@ -210,21 +209,23 @@ def _find(target: str) -> Builder:
         raise MemoryPlanError(f"{place} cannot be imported: {described(error)}") from error
     except (Exception, SystemExit) as error:
         raise MemoryPlanError(
-            f"{place} raised while it was imported: {described(error)}. Is it a script? What trains belongs "
+            f"{place} failed during import: {described(error)}. If it is a script, put its training code "
             'under `if __name__ == "__main__":`'
         ) from error
     finally:
         sys.argv = own
     found: Any = getattr(module, name, None)
     if not callable(found):
-        what = f"{name} is a {type(found).__name__}, no function" if hasattr(module, name) else "no such name"
+        what = (
+            f"{name} is a {type(found).__name__}, not a function" if hasattr(module, name) else "no such name"
+        )
         near = difflib.get_close_matches(name, [each for each in dir(module) if each[0] != "_"], n=1)
         hint = f"; did you mean {near[0]}?" if near and not hasattr(module, name) else ""
         raise MemoryPlanError(f"{target}: {what}{hint}")
     needed = _needed_arguments(found)
     if needed:
         raise MemoryPlanError(
-            f"{target} needs arguments ({', '.join(needed)}): name a function that needs none"
+            f"{target} needs arguments ({', '.join(needed)}): use a function without required arguments"
         )
     build: Builder = found
     return build
@@ -245,4 +246,4 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((*known, "<"))]
     where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
-    return f"{type(error).__name__}: {str(error) or 'no text'}{where}"
+    return f"{type(error).__name__}: {str(error) or 'no message'}{where}"

@@ -119,7 +119,7 @@ def make_link(
         if between >= _SLOWER * inside:
             _tell(comm, wanted, f"parameters are sharded over all ranks: {speeds}")
             return _one_hop(wanted, comm, join)
-        _tell(comm, wanted, f"parameters are gathered inside each node: {speeds}")
+        _tell(comm, wanted, f"parameters are sharded inside each node: {speeds}")
     packed = PackedLink(inner, wanted.inside)
     if join is not None and inner.size > 1:
         _share(comm, packed, join)
@@ -130,7 +130,7 @@ def make_link(
 def _why_not(nodes: Sequence[NodeRanks]) -> str:
     """Say why nodes cannot be groups; empty if they can."""
     if len(nodes) == 1:
-        return "there is one node"
+        return "the job has one node"
     if len({len(node.ranks) for node in nodes}) > 1:
         return "the nodes have different numbers of ranks"
     return "each node has one rank" if len(nodes[0].ranks) == 1 else ""
@@ -156,11 +156,11 @@ def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink, *, is_alone: 
     """Say which quantised keys have no effect among ranks that share memory."""
     if link.shared is None or comm.rank:
         return
-    why = "ranks that read each other's memory send nothing to each other"
+    why = "these ranks share memory and send nothing"
     for name, is_given in wanted.quantised_keys(is_alone).items():
         if is_given:
             effect = (
-                "no effect" if is_alone or name != GRADIENTS else "quantises between groups of ranks alone"
+                "no effect" if is_alone or name != GRADIENTS else "quantises only between groups of ranks"
             )
             say(f"zero_optimization.{name}: {effect}: {why}")
 
@@ -172,7 +172,7 @@ def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -
         world_size=link.size,
         group=link.gather_group,
         key=(comm.number, "control", 0),
-        what="joins the ranks of its node",
+        what="connects to the ranks of its node",
         over_gloo=True,
     )
     shared = join(link.position, link.size, exchange, first=comm.rank - link.position)

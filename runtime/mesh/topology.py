@@ -30,7 +30,7 @@ def find_nodes(exchange: Callable[[object], list[Any]]) -> list[NodeRanks]:
         node = found.setdefault(first, NodeRanks(name, range(first, first + count)))
         if rank not in node.ranks or node.ranks != range(first, first + count):
             raise ConfigError(
-                [f"rank {rank} on {name}: groups of ranks need ranks that are numbered node by node"]
+                [f"rank {rank} is on {name}, out of order: groups of ranks need ranks numbered node by node"]
             )
     return list(found.values())
 
@@ -66,8 +66,8 @@ def divide(wanted: int | str, key: str, nodes: Sequence[NodeRanks]) -> Mesh:
         if len({len(node.ranks) for node in nodes}) > 1:
             counts = ", ".join(f"{node.name} has {len(node.ranks)}" for node in nodes)
             raise ConfigError(
-                [f'{key}: "node" needs nodes with equal numbers of ranks; {counts}. Leave ranks out with '
-                 "--exclude, or give a number of ranks"]
+                [f'{key}: "node" needs the same number of ranks on each node; {counts}. Drop ranks with '
+                    "--exclude, or set a number of ranks"]
             )  # fmt: skip
         return Mesh(world_size, len(nodes[0].ranks))
     assert isinstance(wanted, int)

@@ -58,10 +58,10 @@ class MemoryBreakdown:
         if self._on_gpu:
             parts = [
                 f"allocated {torch.cuda.memory_allocated() / 1e9:.3f}",
-                f"at most {torch.cuda.max_memory_allocated() / 1e9:.3f}",
+                f"peak {torch.cuda.max_memory_allocated() / 1e9:.3f}",
                 f"reserved {torch.cuda.memory_reserved() / 1e9:.3f}",
             ]
-        parts.append(f"in the host {host_gb():.3f}")
+        parts.append(f"host {host_gb():.3f}")
         show(f"zlaunch: memory (GB) after step {step.number}: {', '.join(parts)}")
 
 

@@ -185,15 +185,15 @@ def newest_log() -> CommsLogger | None:
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Print what has been logged so far, on rank 0; the log goes on.
+    """Print the log so far on rank 0. Logging continues.
 
-    ``show_straggler``: add how much longer rank 0 took than the rank that took least: such time is mostly
-    spent waiting for that rank. Collective then.
+    ``show_straggler``: add the time that rank 0 took beyond the fastest rank, which is mostly waiting for
+    stragglers. Collective then.
     """
     logs = list(_loggers)
     if not logs:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            warn("log_summary: nothing is logged without an engine whose config has comms_logger.enabled")
+            warn("log_summary: nothing is logged: set comms_logger.enabled in the engine's config")
         return
     for log in logs:
         log.poll(wait=True)
@@ -215,7 +215,7 @@ def log_summary(show_straggler: bool = False) -> None:
 
 
 def reset_log() -> None:
-    """Forget what has been logged so far."""
+    """Clear the log."""
     for log in _loggers:
         log.reset()
 
@@ -230,9 +230,9 @@ def table(
 ) -> list[str]:
     """Return the lines of a table; see :meth:`CommsLogger.show`."""
     if not rows:
-        return ["zlaunch: comms_logger: no operation was logged"]
+        return ["zlaunch: comms_logger: no operations logged"]
     head = ["operation", "size", "ranks", "count", "total ms", "mean ms", "algbw GB/s", "busbw GB/s"]
-    cells = [head + ["over least ms"] * (least is not None)]
+    cells = [head + ["wait ms"] * (least is not None)]
     for key, row in sorted(rows.items()):
         kind, nbytes, ranks, _ = key
         speed = nbytes * row.timed / row.seconds / 1e9 if row.seconds and nbytes else None
@@ -244,14 +244,16 @@ def table(
         cells.append(line)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     places = ["place", *(key[3] for key in sorted(rows))]
-    lines = [f"zlaunch: collectives of engine {number}, with the times of rank 0"]
+    lines = [f"zlaunch: collectives of engine {number}, timed on rank 0"]
     for line, place in zip(cells, places, strict=True):
         name, *numbers = (f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
         end = f"  {place}" if any(places[1:]) else ""
         lines.append(f"  {line[0]:<{len(name)}}  {'  '.join(numbers)}{end}")
     unknown = sum(row.count - row.timed for row in rows.values())
     if unknown:
-        lines.append(f"  {unknown} of them have no time: they have not ended, or nothing has waited for them")
+        lines.append(
+            f"  {unknown} operations are untimed: they have not ended, or no code has waited for them"
+        )
     return lines
 
 

@@ -93,9 +93,9 @@ def describe(
 ) -> list[str]:
     """Return the lines that show a profile. ``forward``: operations by module name, "" for all of them."""
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    back = amount(backward) if backward else "not seen: it was not engine.backward(loss)"
+    back = amount(backward) if backward else "unknown: no engine.backward(loss) call"
     lines = [
-        f"zlaunch: operations of a micro-batch in step {step}: forward {amount(forward[''])}, "
+        f"zlaunch: FLOPs of a micro-batch in step {step}: forward {amount(forward[''])}, "
         f"backward {back}; {parameters:,} parameters"
     ]
     modules = dict(module.named_modules())

@@ -70,16 +70,17 @@ class Monitor:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether events are written here."""
+        """Return whether this rank writes events."""
         return bool(self._trackers)
 
     def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
-        """Write ``(name, value, step)``; a value is a number or a tensor with one element. That a tracker
-        fails is told once, and training goes on. Raises MonitorError where an event is something else, and
+        """Write events ``(name, value, step)``; a value is a number or a tensor with one element.
+
+        If a tracker fails, print one warning and continue. Raises MonitorError for malformed events, and
         after :meth:`close`.
         """
         if self._closed and self.enabled:
-            raise MonitorError("the trackers are closed: their engine has been destroyed")
+            raise MonitorError("the trackers are closed, because their engine was destroyed")
         if self._trackers:
             self._write([_checked(event) for event in event_list])
 
@@ -114,8 +115,8 @@ class Monitor:
                 if tracker not in self._failed:
                     self._failed.add(tracker)
                     fail(
-                        f"{tracker.section}: {type(error).__name__}: {error}; metrics are lost there, and "
-                        "training goes on"
+                        f"{tracker.section}: {type(error).__name__}: {error}; its metrics are lost, "
+                        "training continues"
                     )
 
     def close(self) -> None:
@@ -158,4 +159,4 @@ def _checked(event: Sequence[Any]) -> Event:
             return name, float(value), int(step)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's: a tensor of several elements
         pass
-    raise MonitorError(f"an event is (name, number, step), not {event!r}")
+    raise MonitorError(f"expected an event (name, number, step), not {event!r}")

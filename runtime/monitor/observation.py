@@ -133,7 +133,7 @@ class ObservedCall(TimedPart):
         if error is not None:
             raise_with_advice(error, self._where, self._explain)
             if isinstance(error, LossScaleFloorError) and self._overflow_hint:
-                raise LossScaleFloorError(f"{error}. Here {self._overflow_hint}") from error
+                raise LossScaleFloorError(f"{error}. Cause: {self._overflow_hint}") from error
 
 
 def _trace(rank: int, *, on_gpu: bool) -> StepTrace | None:

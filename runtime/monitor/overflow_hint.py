@@ -27,7 +27,4 @@ def find_overflow_hint(model: nn.Module, config: Config) -> str:
     if precision.autocast is not None:
         instead = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"}'
         instead += ', "amp": {"enabled": false}' if config.amp.enabled else ""
-    return (
-        "the model is in bf16, so it was probably trained in that, and fp16 cannot hold values above 65504: "
-        f"{instead}"
-    )
+    return f"the model is in bf16, and fp16 cannot represent values above 65504. Use bf16: {instead}"

@@ -151,7 +151,7 @@ class StepReporter:
             work()
         except Exception as error:
             self._failed, self._pending = True, None
-            fail(f"this rank reports no more steps: {type(error).__name__}: {error}; training goes on")
+            fail(f"this rank no longer reports steps: {type(error).__name__}: {error}; training continues")
 
     def _after_step(self, step: TimedStep) -> None:
         self.flush()

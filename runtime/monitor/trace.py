@@ -44,7 +44,7 @@ class StepTrace:
     def _start(self) -> None:
         try:
             if is_profiled():
-                raise RuntimeError("the script has a profiler of its own on")
+                raise RuntimeError("the script runs its own profiler")
             self._profile.start()
         except RuntimeError as error:
             self._give_up(error)
@@ -55,7 +55,7 @@ class StepTrace:
         """End the recording and write the file. A second call does nothing."""
         atexit.unregister(self.finish)
         if not self.is_on and not self._is_done:
-            fail(f"no trace: the run ended after {self._made} steps, before step {self._first}")
+            fail(f"no trace: the run ended at step {self._made}, before step {self._first}")
         if not self.is_on:
             return
         self.is_on, self._is_done = False, True
@@ -66,8 +66,8 @@ class StepTrace:
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         else:
-            show(f"zlaunch: trace: {self._path} (it opens in https://ui.perfetto.dev)")
+            show(f"zlaunch: trace: {self._path} (open it in https://ui.perfetto.dev)")
 
     def _give_up(self, error: Exception) -> None:
         self._is_done = True
-        fail(f"no trace in {self._path}: {error}; training goes on")
+        fail(f"no trace in {self._path}: {error}; training continues")

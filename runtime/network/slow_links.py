@@ -62,7 +62,7 @@ def name_slow_nodes(bytes_per_s: Mapping[str, float], what: str) -> list[str]:
     fast = _fast(list(bytes_per_s.values()))
     rest = [value for value in bytes_per_s.values() if value >= _SLOW * fast]
     return [
-        f"{node} is slow inside: {what} has {rate(value)}, elsewhere {rate(median(rest))}"
+        f"{node} has a slow internal network: {what} reaches {rate(value)}, elsewhere {rate(median(rest))}"
         for node, value in bytes_per_s.items()
         if value < _SLOW * fast
     ]
@@ -112,8 +112,8 @@ _BANDWIDTH = _Words(
     lambda links: rate(median(link.bytes_per_s for link in links)),
 )
 _LATENCY = _Words(
-    ("answers late", "is heard late", "hears late"),
-    lambda links: f"{duration(median(link.latency_s for link in links))} of latency",
+    ("has high latency", "sends with high latency", "receives with high latency"),
+    lambda links: duration(median(link.latency_s for link in links)),
 )
 _SIDES: tuple[Callable[[NetworkLink, int], bool], ...] = (
     lambda link, node: node in (link.source, link.target),

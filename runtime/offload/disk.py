@@ -80,7 +80,7 @@ class ScratchFile:
         """
         size = os.fstat(self.fd).st_size
         if size < self.reserved_bytes:
-            raise DiskError(errno.EIO, f"{self.path}: ends at {size}: somebody has truncated it")
+            raise DiskError(errno.EIO, f"{self.path}: ends at byte {size}: another process truncated it")
 
     def close(self) -> None:
         """Close the file, which stays on disk."""
@@ -92,7 +92,7 @@ class ScratchFile:
 def _explain(error: OSError, nbytes: int) -> str:
     if error.errno == errno.ENOSPC:
         amount = f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
-        return f"no space left for {amount}: free some, or take another nvme_path"
+        return f"no space left for {amount}: free space, or use another nvme_path"
     return error.strerror or str(error)
 
 
@@ -196,7 +196,9 @@ class DiskEngine:
                     error.errno, f"{file.path}: read of {len(block)} bytes at {offset}: {error.strerror}"
                 ) from None
             if count == 0:
-                raise DiskError(errno.EIO, f"{file.path}: ends at {offset + done}: somebody has truncated it")
+                raise DiskError(
+                    errno.EIO, f"{file.path}: ends at byte {offset + done}: another process truncated it"
+                )
             done += count
         with self._lock:
             self.read_bytes += len(block)

@@ -65,7 +65,7 @@ def measure(folder: str | os.PathLike[str], nbytes: int) -> Iterator[Speed]:
     path = Path(folder) / f".zlaunch-bench-{os.getpid()}"
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise DiskError(28, f"{folder}: {nbytes / 2**30:.2f} GiB asked for, {free / 2**30:.2f} GiB are free")
+        raise DiskError(28, f"{folder}: needs {nbytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free")
     file = ScratchFile(path)
     try:
         os.unlink(path)  # removed with the descriptor, whatever happens

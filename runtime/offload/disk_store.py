@@ -210,8 +210,8 @@ class DiskStore(ShardStore):
         """Return the gradient, where it is on the device. Raises RuntimeError where it is on disk."""
         if self._resident is None:
             raise RuntimeError(
-                "this gradient is on disk (offload_optimizer nvme): single parameters' gradients cannot be "
-                "reached; engine.zero_grad() drops all"
+                "this gradient is on NVMe (offload_optimizer), where single gradients are not accessible; "
+                "engine.zero_grad() drops all of them"
             )
         return self._resident
 

@@ -106,9 +106,9 @@ def _keep_on_disk(part: ShardSlice, tile: TileView, leaf: Tensor, after: dict[st
     names = sorted(name for name, value in after.items() if is_elementwise(value, leaf))
     if len(names) > len(tile.state):
         raise RuntimeError(
-            f"the optimizer keeps {len(names)} values for each element ({', '.join(names)}), but "
-            f"{len(tile.state)} when its state was laid out on disk: set the options that need them "
-            "(momentum, amsgrad) before zlaunch.initialize"
+            f"the optimizer has {len(names)} values per element ({', '.join(names)}), but had "
+            f"{len(tile.state)} when its NVMe file was created: set momentum and amsgrad before "
+            "zlaunch.initialize"
         )
     for name, region in zip(names, tile.state, strict=False):
         kept = region[part.span(tile)]

@@ -148,8 +148,8 @@ class StateMover:
                     coming.append((moved, moved.link.upload(moved.buffer[: moved.nbytes], target, mark)))
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"{error}\nzlaunch: out of memory in reload_states: free what has taken the device's memory "
-                "meanwhile, and call reload_states() again"
+                f"{error}\nzlaunch: out of memory in reload_states: free device memory, and call "
+                "reload_states() again"
             ) from error
         finally:
             for moved, arrival in coming:
@@ -179,13 +179,13 @@ class StateMover:
         """Raise ValueError for another device than the host, OffloadedError where the config offloads."""
         where = getattr(device, "value", getattr(device, "type", device))  # an enum, a torch.device or a name
         if where != "cpu":
-            raise ValueError(f'engine.offload_states(device={where!r}): states can be moved to "cpu" alone')
+            raise ValueError(f'engine.offload_states(device={where!r}): only "cpu" is supported')
         for key in ("offload_optimizer", "offload_param"):
             section = getattr(self._zero, key)
             if section is not None and section.device != "none":
                 raise OffloadedError(
-                    f"engine.offload_states() cannot be used with zero_optimization.{key}: those states rest "
-                    f"off the device (device {section.device}) as it is. Leave one of the two out"
+                    f"engine.offload_states() cannot be used with zero_optimization.{key}: those states are "
+                    f"already offloaded (device {section.device}). Use only one of the two"
                 )
 
     def _end_passes(self) -> None:
@@ -196,8 +196,8 @@ class StateMover:
         sharded = self._sharded
         if sharded.is_in_pass:
             raise OffloadedError(
-                "engine.offload_states() was called inside a forward or backward pass, or after one that an "
-                "exception has ended: call it between two passes (engine.zero_grad() ends a broken one)"
+                "engine.offload_states() was called inside a forward or backward pass, or after one that "
+                "raised: call it between two passes (engine.zero_grad() ends a failed pass)"
             )
         if self._step is not None:
             self._step.wait()
@@ -209,7 +209,7 @@ class StateMover:
                 unit.wait_unsharded()
             elif unit.state is not UnitState.SHARDED:
                 raise OffloadedError(
-                    f"engine.offload_states() was called while {unit.names[0]} is gathered: leave "
+                    f"engine.offload_states() was called while {unit.names[0]} is gathered: exit "
                     "GatheredParameters first"
                 )
         sharded.comm.drain()
@@ -285,12 +285,12 @@ def _names(include: Container[Any] | None) -> set[str]:
         return set(STATES)
     known = ", ".join(STATES)
     if isinstance(include, str):
-        raise ValueError(f"engine.offload_states(include=...) takes a list of names of states: {known}")
+        raise ValueError(f"engine.offload_states(include=...): expected a list of state names: {known}")
     if isinstance(include, Iterable):
         include = list(include)  # an iterator can be consumed only once
     elif not hasattr(include, "__contains__"):
         raise ValueError(
-            f"engine.offload_states(include={include!r}): takes a list of names of states: {known}"
+            f"engine.offload_states(include={include!r}): expected a list of state names: {known}"
         )
     unknown = [each for each in include if each not in STATES] if isinstance(include, list) else []
     if unknown:
@@ -314,8 +314,8 @@ def _complain(kept: list[_Piece]) -> None:
     nbytes = sum(piece.storage.nbytes() for piece in kept)
     names = ", ".join(sorted(set().union(*(piece.names for piece in kept))))
     warnings.warn(
-        f"offload_states: {nbytes} bytes of {names} stay on the device, because the script holds tensors "
-        "over them (parameter.data, a detached parameter): drop those first",
+        f"offload_states: {nbytes} bytes of {names} stay on the device, because the script has views of "
+        "them (parameter.data, a detached parameter): delete those first",
         stacklevel=4,
     )
 
@@ -335,6 +335,6 @@ def _inside(value: Any) -> Iterator[Tensor]:
         if type(value) is not Tensor or value.layout is not torch.strided:
             raise OffloadedError(
                 f"the optimizer's state has a tensor of class {type(value).__name__}, layout {value.layout}, "
-                'which engine.offload_states() cannot move: leave "optim_states" out of include'
+                'which engine.offload_states() cannot move: remove "optim_states" from include'
             )
         yield value

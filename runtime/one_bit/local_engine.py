@@ -77,7 +77,7 @@ def choose_local_steps(
     stage = int(effective.config.zero_optimization.stage)
     reasons = {
         f"zero_optimization.stage is {stage}": stage > 0,
-        "ranks share sequences": comm.mesh.sequence > 1,
+        "sequence parallelism is on": comm.mesh.sequence > 1,
     }
     most = max(group["local_step_clipper"] for group in optimizer.param_groups)
     refuse_local_steps(most, reasons)

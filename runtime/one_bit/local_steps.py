@@ -78,13 +78,12 @@ class LocalSteps:
                             values = [part.of(view, view.master) for part in own]
                             for part, a, b in zip(own, values, wanted, strict=True):
                                 counts[start + part.index] += ((a != b) & ~b.isnan()).any()
-        found_on = self._comm.all_reduce_scalars(counts, "looks for weights that the script has changed")
+        found_on = self._comm.all_reduce_scalars(counts, "checks for weights that the script changed")
         if (found_on > 0).any():
             raise OptimizerError(
-                f"{names[int(found_on.argmax())]}, its variance or eps was changed by the script between two "
-                "exchanges of ZeroOneAdam, when each rank has weights of its own, and they would never be "
-                "the same again: set local_step_clipper to 1, or change them right after "
-                "engine.save_checkpoint()"
+                f"the script changed {names[int(found_on.argmax())]}, its variance or eps between two "
+                "exchanges of ZeroOneAdam, while weights differ between ranks: set local_step_clipper to "
+                "1, or change them right after engine.save_checkpoint()"
             )
 
     def step(self, turn: UnitTurn, gradient: Tensor, scale: float, publish: Publish) -> None:
@@ -181,8 +180,8 @@ def refuse_local_steps(most: int, reasons: Mapping[str, bool]) -> None:
     for reason in (text for text, holds in reasons.items() if holds):
         if most > 1:
             raise OptimizerError(
-                f"ZeroOneAdam: local_step_clipper {most}: in local steps each rank has whole weights of its "
-                f"own, and {reason}: set local_step_clipper to 1"
+                f"ZeroOneAdam: local_step_clipper {most} needs whole weights on each rank, but {reason}: "
+                "set local_step_clipper to 1"
             )
 
 

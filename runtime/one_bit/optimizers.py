@@ -24,10 +24,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "betas": tuple(defaults["betas"]), "step_count": 0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
-        """Raise OptimizerError: an engine's step has the other ranks' part of it."""
+        """Raise OptimizerError: call ``engine.step()``, which communicates with the other ranks."""
         raise OptimizerError(
-            f"{type(self).__name__} compresses what ranks exchange: give it to zlaunch.initialize, and call "
-            "engine.step()"
+            f"{type(self).__name__} compresses communication between ranks: pass it to zlaunch.initialize, "
+            "and call engine.step()"
         )
 
 
@@ -45,8 +45,8 @@ def agree_on_phase(name: str, groups: Sequence[dict[str, Any]]) -> None:
             own, wanted = (tuple(v) if key == "betas" else v for v in (group[key], first[key]))
             if own != wanted:
                 raise OptimizerError(
-                    f"optimizer {name} needs the same {key} in all groups, not {wanted} and {own}: "
-                    "ranks exchange signs of all parameters together"
+                    f"optimizer {name} needs the same {key} in all groups, not {wanted} and {own}: one "
+                    "exchange covers all parameters"
                 )
         group.update({key: first[key] for key in _COUNTERS if key in first})
 
@@ -54,15 +54,15 @@ def agree_on_phase(name: str, groups: Sequence[dict[str, Any]]) -> None:
 def _check_count(name: str, **counts: int) -> None:
     for key, count in counts.items():
         if count != int(count) or count < 1:
-            raise ValueError(f"{name}: {key} {count}: expected a whole number from 1 on")
+            raise ValueError(f"{name}: {key} {count}: expected a positive integer")
 
 
 class OneBitAdam(OneBitOptimizer):
     """Implements "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
-    Algorithm 1 (Tang et al., 2021): ``freeze_step`` steps of Adam, then its variance stays as it is, and the
-    ranks exchange the signs of their momentum, with error feedback on both ways.
+    Algorithm 1 (Tang et al., 2021).
 
-    ``freeze_step`` wants to be 15 to 25 % of all steps.
+    After ``freeze_step`` steps of Adam, the variance is frozen, and ranks exchange only the signs of their
+    momentum, with error feedback in both directions. Set ``freeze_step`` to 15 to 25 % of all steps.
     """
 
     def __init__(
@@ -81,13 +81,15 @@ class OneBitAdam(OneBitOptimizer):
 
 class ZeroOneAdam(OneBitOptimizer):
     """Implements "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (Lu et al.,
-    2022): the ranks exchange signs of their gradients, but for steps in which the variance learns from dense
-    ones. These are ``var_interval`` steps apart, which doubles after each ``var_update_scaler`` of them.
+    2022).
 
-    After ``var_freeze_step`` steps it goes on as 1-bit Adam. With ``local_step_clipper`` above 1 ranks then
-    exchange nothing but once in ``local_interval`` steps, which doubles after each ``local_step_scaler``
-    steps up to ``local_step_clipper``; in between each rank has weights of its own. That is for stage 0
-    alone, as ZeRO's later stages have one set of weights.
+    Ranks exchange the signs of their gradients. Every ``var_interval`` steps, they exchange dense gradients
+    and update the variance; the interval doubles after each ``var_update_scaler`` updates. After
+    ``var_freeze_step`` steps, the optimizer continues as 1-bit Adam.
+
+    With ``local_step_clipper`` above 1, ranks then exchange only every ``local_interval`` steps. That
+    interval doubles after each ``local_step_scaler`` steps, up to ``local_step_clipper``. Between exchanges,
+    weights differ between ranks, so this needs stage 0.
     """
 
     def __init__(
@@ -120,12 +122,14 @@ class ZeroOneAdam(OneBitOptimizer):
 
 class OneBitLamb(OneBitOptimizer):
     """Implements "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-    Convergence Speed", Algorithm 1 (Li et al., 2021): ``freeze_step`` steps of LAMB, then as 1-bit Adam, with
-    the mean of each parameter's past trust ratios times a factor: how far a variance that is kept fresh has
-    left the frozen one.
+    Convergence Speed", Algorithm 1 (Li et al., 2021).
 
-    ``coeff_beta``: decay rate of that mean. The factor is between ``factor_min`` and ``factor_max``, and
-    changes in a step by at most ``factor_threshold`` of itself.
+    After ``freeze_step`` steps of LAMB, ranks exchange signs as in 1-bit Adam. The trust ratio is then the
+    mean of each parameter's past trust ratios times a factor, which measures how far an updated variance has
+    moved from the frozen one.
+
+    ``coeff_beta`` is the decay rate of that mean. The factor stays between ``factor_min`` and
+    ``factor_max``, and changes by at most the share ``factor_threshold`` per step.
     """
 
     def __init__(

@@ -107,9 +107,9 @@ class OneBitStep(CollectiveStep):
                     continue
                 if not learns:
                     raise OptimizerError(
-                        f"{unit.names[index]} has its first gradient in step {following['step_count']}, "
-                        "when the variance that ranks exchange signs by is not updated: train it from the "
-                        "first step on, freeze it (requires_grad_(False)) for the whole run, or use AdamW"
+                        f"{unit.names[index]} gets its first gradient in step {following['step_count']}, "
+                        "after the optimizer froze its variance: train it from the first step on, freeze "
+                        "it (requires_grad_(False)) for the whole run, or use AdamW"
                     )
                 trained[index] = True
 
@@ -127,7 +127,7 @@ class OneBitStep(CollectiveStep):
                 own[part.unit][part.index] = 1.0
         flags = torch.tensor([flag for unit in new for flag in own[unit]], dtype=torch.float64)
         counts = self.comm.all_reduce_scalars(
-            to_device(flags, self.comm.device), "agrees on which parameters have been trained"
+            to_device(flags, self.comm.device), "agrees on which parameters are trained"
         )
         found = iter(counts.tolist())
         for unit in new:
@@ -316,8 +316,8 @@ class ZeroOneAdamStep(OneBitAdamStep):
             refuse_local_steps(
                 int(following["local_step_clipper"]),
                 {
-                    "parts of them are on other ranks or off the device": not all(map(is_whole, self.units)),
-                    "ranks share sequences": self.comm.mesh.sequence > 1,
+                    "they are sharded or offloaded": not all(map(is_whole, self.units)),
+                    "sequence parallelism is on": self.comm.mesh.sequence > 1,
                 },
             )
         self._refuse_writes(groups, slices, rule.optimizer.state)

@@ -56,8 +56,8 @@ def _shows_little(parameter: Tensor) -> int:
 
 def _used(optimizer: torch.optim.Optimizer) -> ValueError:
     return ValueError(
-        f"optimizer {type(optimizer).__name__} has state from earlier steps: pass a new one to "
-        "zlaunch.initialize, and load its state afterwards"
+        f"optimizer {type(optimizer).__name__} already has state: pass a new one to zlaunch.initialize, and "
+        "load its state afterwards"
     )
 
 
@@ -95,10 +95,10 @@ def _completed(optimizer: torch.optim.Optimizer, index: int, entries: Entries) -
         return known | {key: float(made.state[probe][key]) for key in unknown}
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise ValueError(
-            f"optimizer {type(optimizer).__name__} begins with {', '.join(unknown)} of an unknown value: no "
-            f"parameter of group {index} has elements on this rank, and no optimizer of the class could be "
-            f"made for one ({type(error).__name__}: {error}): let the class keep all arguments of its "
-            "constructor in `defaults`"
+            f"optimizer {type(optimizer).__name__} has an unknown initial value for {', '.join(unknown)}: "
+            f"no parameter of group {index} has elements on this rank, and building another optimizer of "
+            f"its class failed ({type(error).__name__}: {error}). Keep all constructor arguments in its "
+            "`defaults`"
         ) from error
 
 

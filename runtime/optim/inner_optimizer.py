@@ -24,7 +24,7 @@ def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
     if before:
         for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
             if hook(optimizer, (optimizer,), {}) is not None:
-                raise OptimizerError("a hook before the step cannot change the arguments of engine.step()")
+                raise OptimizerError("a step pre-hook cannot change the arguments of engine.step()")
     else:
         for after in chain(
             optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()

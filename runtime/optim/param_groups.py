@@ -27,8 +27,8 @@ def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
         if isinstance(entry, dict) is not isinstance(listed[0], dict):
             is_group = "is" if isinstance(entry, dict) else "is not"
             raise TypeError(
-                f"model_parameters: entry {index} {is_group} a param group, unlike entry 0: hand over "
-                "parameters alone, or put each into a param group"
+                f"model_parameters: entry {index} {is_group} a param group, unlike entry 0: pass only "
+                "parameters, or only param groups"
             )
         if isinstance(entry, dict) and "params" not in entry:
             raise TypeError(
@@ -45,9 +45,9 @@ def parameter_groups(parameters: Any, model: nn.Module) -> list[dict[str, Any]]:
         members = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in members]
         for parameter in members:
             if id(parameter) not in known:
-                raise ValueError("model_parameters holds a tensor that is not a parameter of the model")
+                raise ValueError("model_parameters contains a tensor that is not a parameter of the model")
             if id(parameter) in seen:
-                raise ValueError("model_parameters holds a parameter twice")
+                raise ValueError("model_parameters contains a parameter twice")
             seen.add(id(parameter))
         result.append({**group, "params": [p for p in members if is_shardable(p)]})
     return result

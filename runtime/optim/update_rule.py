@@ -96,9 +96,9 @@ class UpdateRule:
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"{type(self.optimizer).__name__} does not step a param group without parameters "
-                    f"({type(error).__name__}: {error}): this rank has no piece of groups {sorted(absent)}, "
-                    "and counters that the optimizer keeps in them stand still here"
+                    f"{type(self.optimizer).__name__} cannot step a param group without parameters "
+                    f"({type(error).__name__}: {error}): this rank has no shard of groups {sorted(absent)}, "
+                    "so counters in these groups do not advance here"
                 )
 
     def apply(self, updates: Sequence[SliceUpdate], state: State, *, live: bool = False) -> bool:

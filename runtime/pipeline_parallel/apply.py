@@ -28,8 +28,8 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):
             raise ParameterError(
-                f"{name} belongs to the pipeline of an earlier engine, of which each rank has some layers: "
-                "rebuild the model and load a checkpoint or the state_dict"
+                f"{name} holds only this rank's pipeline stage, from an earlier engine: rebuild the model "
+                "and load a checkpoint or the state_dict"
             )
     if comm.mesh.pipeline == 1:
         return None
@@ -44,13 +44,13 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):
         if said is not None:
-            raise ParameterError(said if said == problem else f"on rank {rank}, {said}")
+            raise ParameterError(said if said == problem else f"on rank {rank}: {said}")
     assert line is not None
     axis = StageAxis(comm)
     tied = leave_own(line, axis)
     if comm.rank == 0:
         sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
-        detail(f"pipeline parallelism: {stages} stages, {section.schedule}; layers of each part: {sizes}")
+        detail(f"pipeline parallelism: {stages} stages, {section.schedule}; layers per part: {sizes}")
     return StagedModel(line, axis, tied, section.schedule, Passes(line))
 
 
@@ -59,5 +59,5 @@ def _check_torch() -> None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _LEAST_TORCH:
         raise ParameterError(
             f"pipeline parallelism needs torch {_LEAST_TORCH[0]}.{_LEAST_TORCH[1]} or later, not "
-            f"{torch.__version__}: schedules of older ones hang, or were never run"
+            f"{torch.__version__}: schedules of older versions hang or are untested"
         )

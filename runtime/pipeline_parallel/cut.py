@@ -80,7 +80,7 @@ class StageAxis(Axis):
         """Broadcast a contiguous tensor from a stage; return it."""
         flat = tensor.view(-1).view(torch.uint8)
         work = dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True)
-        self.wait(work, flat, "gathers what a stage has, as state_dict does,")
+        self.wait(work, flat, "broadcasts a stage's state")
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class StageAxis(Axis):
     def wait(self, work: Any, tensor: Tensor, what: str) -> None:
         """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
         key = waits.next_key(self.comm.number, f"{CHANNEL}: {what}")
-        Work(work, key, f"{what} with the other stages of its pipeline", tensor).wait()
+        Work(work, key, f"{what} in its pipeline", tensor).wait()
 
 
 def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
@@ -149,16 +149,16 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
     for name, module in line.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ParameterError(
-                f"pipeline parallelism: {name}, a {type(module).__name__}, keeps statistics that one stage "
-                "alone would know: use another norm"
+                f"pipeline parallelism: {name}, a {type(module).__name__}, keeps running statistics that "
+                "only one stage would update: use another norm"
             )
     owners, tied = owners_of(line), []
     several = sorted({stages for stages in owners.values() if len(stages) > 1})
     for one, other in combinations(several, 2):
         if len(one) == len(other) and set(one) & set(other):
             raise ParameterError(
-                f"pipeline parallelism: parameters are shared by the stages {list(one)}, and others by "
-                f"{list(other)}: move pipeline.partition so that these are equal, or apart"
+                f"pipeline parallelism: stages {list(one)} share parameters, and stages {list(other)} share "
+                "others: change pipeline.partition so that these sets are equal or disjoint"
             )
     positions = axis.comm.mesh.tensor
     for parameter in line.model.parameters():

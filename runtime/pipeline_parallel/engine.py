@@ -35,9 +35,9 @@ class StagedModel:
         self.collected: dict[int, Tensor] = {}
         ranks = ", ".join(map(str, axis.ranks))
         self.other_batch = (
-            f"ranks {ranks} have different layers of one model (pipeline parallelism) and were given "
-            "different batches: give each the same ones. A DistributedSampler takes "
-            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank"
+            f"ranks {ranks} are stages of one pipeline but got different batches: pass the same batches on "
+            "each rank. Use a DistributedSampler with num_replicas=engine.data_parallel_size and "
+            "rank=engine.data_parallel_rank"
         )
         self._tied = {id(parameter) for parameter in tied}
 
@@ -100,7 +100,7 @@ class Pipelined(WholeSteps):
 
     def _refuse(self, what: str) -> NoReturn:
         raise ParameterError(
-            f"pipeline parallelism: {what} is not available, because ranks hold different layers: call "
+            f"pipeline parallelism: {what} is not supported, because ranks hold different layers: call "
             "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
         )
 
@@ -196,8 +196,8 @@ class Pipelined(WholeSteps):
         for each in micro_batches:
             if not isinstance(each, Mapping) and not (isinstance(each, (tuple, list)) and len(each) == 2):
                 raise ParameterError(
-                    "pipeline parallelism: a micro-batch has to be a dict of the model's arguments, or a "
-                    f"pair of inputs and labels, not {type(each).__name__}"
+                    "pipeline parallelism: expected a micro-batch that is a dict of the model's arguments "
+                    f"or a pair of inputs and labels, got {type(each).__name__}"
                 )
         if differs:
             raise RankMismatchError(self._pipeline.other_batch)
@@ -209,8 +209,8 @@ class Pipelined(WholeSteps):
         shapes = [tuple(tuple(t.shape) for t in tensors_in(each)) for each in micro_batches]
         if any(shape != shapes[0] for shape in shapes):
             raise ParameterError(
-                "pipeline parallelism: the micro-batches of a step have to be of one shape, not "
-                f"{sorted(set(shapes))} (dataloader_drop_last of the config leaves out a smaller last one)"
+                "pipeline parallelism: the micro-batches of a step must have one shape, got "
+                f"{sorted(set(shapes))} (dataloader_drop_last drops a smaller last one)"
             )
         return (self._pipeline.line.model.training, shapes[0])
 
@@ -253,7 +253,7 @@ class Pipelined(WholeSteps):
         total = torch.zeros(2, dtype=torch.float64, device=comm.device)
         if own is not None:
             total += torch.stack([own.detach().double(), torch.ones_like(own, dtype=torch.float64)])
-        comm.all_reduce_scalars(total, "adds up the losses")
+        comm.all_reduce_scalars(total, "sums the losses")
         wide = any(p.dtype == torch.float64 for p in self._pipeline.line.model.parameters())
         return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
 

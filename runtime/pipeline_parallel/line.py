@@ -20,7 +20,7 @@ and that of a model that has the layers' weights by which they are divided."""
 
 
 ROUTERS = (
-    "pipeline parallelism: the router's loss (output_router_logits) is of all layers, of which a stage has "
+    "pipeline parallelism: the router loss (output_router_logits) needs all layers, but a stage has only "
     "some: set it to false"
 )
 
@@ -67,14 +67,14 @@ def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
     ]
     if not found:
         raise ParameterError(
-            f"pipeline parallelism: {type(model).__name__} has no nn.ModuleList of layers of one class that "
-            "could be divided; deepspeed.pipe.PipelineModule takes a list of any layers"
+            f"pipeline parallelism: {type(model).__name__} has no nn.ModuleList of layers of one class to "
+            "split; for a list of any layers, use deepspeed.pipe.PipelineModule"
         )
     _, name, module = max(found, key=lambda each: each[0])
     if len({id(each) for each in module}) < len(module):
         raise ParameterError(
-            f"pipeline parallelism: {name} uses one module as several layers, which stages do not support: "
-            "deepspeed.pipe.PipelineModule takes such a list"
+            f"pipeline parallelism: {name} uses one module as several layers, which is not supported: use "
+            "deepspeed.pipe.PipelineModule"
         )
     return name, list(module)
 
@@ -102,13 +102,13 @@ def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list
     """
     count = len(weights)
     if count < parts:
-        raise ParameterError(f"pipeline parallelism: {count} layers cannot be divided into {parts} parts")
+        raise ParameterError(f"pipeline parallelism: cannot split {count} layers into {parts} parts")
     if not isinstance(how, str):
         bounds = [0, *how, count]
         if len(bounds) != parts + 1 or any(a >= b for a, b in pairwise(bounds)):
             raise ParameterError(
-                f"pipeline.partition: {list(how)} does not divide {count} layers into {parts} parts: give "
-                f"the first layers of {parts - 1} parts, in their order"
+                f"pipeline.partition: {list(how)} does not split {count} layers into {parts} parts: list "
+                f"the first layer of parts 2 to {parts}, in ascending order"
             )
         return bounds
     if how == "uniform":

@@ -42,9 +42,9 @@ class PartPass:
         """Raise ParameterError if a trial pass has computed a value from what other stages have."""
         if self.foreign is not None and self.foreign.are_in(value):
             raise ParameterError(
-                f"pipeline parallelism: {what} is computed from what another stage has, besides what the "
-                "layer before hands on: an output from before or between the layers, or another stage's "
-                "parameters"
+                f"pipeline parallelism: {what} depends on another stage's values (an output from before or "
+                "between the layers, or its parameters); a stage gets only the output of the preceding "
+                "layer"
             )
 
 
@@ -63,7 +63,7 @@ class LayerForward:
         run = self.passes.run
         if run is None:
             raise ParameterError(
-                "pipeline parallelism: a layer was called outside of engine.train_batch and eval_batch"
+                "pipeline parallelism: a layer was called outside engine.train_batch and eval_batch"
             )
         hidden = args[0] if args else next(iter(kwargs.values()))
         self._check(run, hidden, (args[1:], {k: v for k, v in kwargs.items() if v is not hidden}))
@@ -95,19 +95,19 @@ class LayerForward:
         name = self._name
         if run.called != self.index:
             raise ParameterError(
-                f"pipeline parallelism: {name} is not called as layer {self.index} of a pass, but as "
+                f"pipeline parallelism: {name} is layer {self.index} of the model, but was called as layer "
                 f"{run.called}"
             )
         if self.index and (hidden is not run.last or _version(hidden) != run.version):
             raise ParameterError(
-                f"pipeline parallelism: {name} is not called with what the layer before it has returned: "
-                "something happens between them, or layers return more than one tensor. (A checkpoint around "
-                "each layer has to be one with use_reentrant=False)"
+                f"pipeline parallelism: the input of {name} is not the output of the preceding layer: the "
+                "model computes something between them, or layers return several tensors. (Checkpoints "
+                "around layers need use_reentrant=False)"
             )
         if any(tensor.requires_grad for tensor in tensors_in(rest)):
             raise ParameterError(
-                f"pipeline parallelism: {name} is called with a further tensor that needs a gradient, which "
-                "other stages cannot send"
+                f"pipeline parallelism: {name} gets a second tensor that requires a gradient, which stages "
+                "cannot send"
             )
 
 
@@ -144,14 +144,14 @@ class OutsideForward:
         if run is None or placeholder.in_backward():
             if any(parameter.numel() == 0 for parameter in self.module.parameters()):
                 raise ParameterError(
-                    f"pipeline parallelism: {self.name}, which another stage has, was called outside of "
+                    f"pipeline parallelism: {self.name}, which is on another stage, was called outside "
                     "engine.train_batch and eval_batch"
                 )
             return self._compute(*args, **kwargs)
         if run.called != (0 if self.is_early else len(line.layers)):
             when, place = ("after", "before") if self.is_early else ("before", "after")
             raise ParameterError(
-                f"pipeline parallelism: {self.name} is used {when} the layers, but is registered {place} them"
+                f"pipeline parallelism: {self.name} is used {when} the layers but registered {place} them"
             )
         if (run.start == 0) if self.is_early else (run.stop == len(line.layers)):
             return self._compute(*args, **kwargs)
@@ -186,8 +186,8 @@ def install(line: Line, passes: Passes) -> None:
         simple = isinstance(module, (nn.Embedding, nn.Linear)) or all(p.dim() < 2 for p in own)
         if not simple or next(module.children(), None) is not None:
             raise ParameterError(
-                f"pipeline parallelism: {name}, a {type(module).__name__}, cannot be left out on the stages "
-                "that do not have it"
+                f"pipeline parallelism: {name}, a {type(module).__name__}, must run on every stage, which "
+                "is not supported"
             )
         module.forward = OutsideForward(module, name, not has_passed, passes)
     for index, layer in enumerate(line.layers):

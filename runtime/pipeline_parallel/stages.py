@@ -59,8 +59,8 @@ class PartModule(nn.Module):
             self._passes.run = None
         if run.called != len(line.layers):
             raise ParameterError(
-                f"pipeline parallelism: {run.called} of {len(line.layers)} layers ({line.name}) were "
-                "called in a pass"
+                f"pipeline parallelism: the model called {run.called} of {len(line.layers)} layers "
+                f"({line.name})"
             )
         if given is not None and torch.is_grad_enabled():
             count(CHANNEL, given.numel())  # its gradient is sent back
@@ -68,22 +68,21 @@ class PartModule(nn.Module):
             run.check_own(found, "the loss")
             if found.numel() != 1:
                 raise ParameterError(
-                    f"pipeline parallelism: the loss has the shape {list(found.shape)}: it has to be one "
-                    "number"
+                    f"pipeline parallelism: the loss must be a single number, got shape {list(found.shape)}"
                 )
             return found.reshape(1).to(torch.float64, copy=True)  # of one dtype, whatever the model's is
         if not isinstance(run.captured, Tensor):
             raise ParameterError(
-                f"pipeline parallelism: a stage passes on one tensor, but layer {run.stop - 1} returns a "
-                f"{type(run.captured).__name__}: join the tensors (torch.cat), compute the others again in "
-                "the layers that need them, or choose other boundaries by pipeline.partition"
+                f"pipeline parallelism: a stage sends one tensor, but layer {run.stop - 1} returns a "
+                f"{type(run.captured).__name__}: join the tensors (torch.cat), recompute the others in the "
+                "layers that need them, or choose other boundaries with pipeline.partition"
             )
         meta = tuple(run.captured.shape), run.captured.dtype
         if self.meta is not None and meta != self.meta:
             raise ParameterError(
-                f"pipeline parallelism: layer {run.stop - 1} hands on {list(meta[0])} in {meta[1]} for "
-                f"micro-batch {int(number)}, and {list(self.meta[0])} in {self.meta[1]} for the first one of "
-                "the same inputs' shapes: these must match"
+                f"pipeline parallelism: layer {run.stop - 1} returns {list(meta[0])} in {meta[1]} for "
+                f"micro-batch {int(number)}, but {list(self.meta[0])} in {self.meta[1]} for the first "
+                "micro-batch with the same input shapes: these must match"
             )
         count(CHANNEL, run.captured.numel())
         # older torch detaches in place what was sent, which views do not allow
@@ -119,9 +118,9 @@ class Stages:
         """
         if self._is_under_way:
             raise ParameterError(
-                "pipeline parallelism: an earlier pass ended in an exception on this stage, and the other "
-                "stages still wait in it: let the exception end the process, so that the run ends and can "
-                "resume from its last checkpoint"
+                "pipeline parallelism: an earlier pass raised an exception on this stage, and the other "
+                "stages still wait in it: let the exception end the process, so that the run can resume "
+                "from its last checkpoint"
             )
 
     @contextmanager
@@ -138,8 +137,8 @@ class Stages:
         count = len(micro_batches)
         if self.schedule == "interleaved" and count % self.line.stages:
             raise ParameterError(
-                "pipeline.schedule: interleaved needs gradient_accumulation_steps that are a multiple of the "
-                f"{self.line.stages} stages, not {count}"
+                "pipeline.schedule: interleaved needs gradient_accumulation_steps to be a multiple of the "
+                f"{self.line.stages} stages, got {count}"
             )
         with self._passes():
             return self._train(micro_batches, key)

@@ -61,7 +61,7 @@ class ForeignValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
             if not made and isinstance(found, (bool, int, float)):
                 raise ParameterError(
-                    "pipeline parallelism: the model reads a value that only another stage has, through "
+                    "pipeline parallelism: the model reads a value of another stage, through "
                     f"{func._schema.name.removeprefix('aten::')}"
                 )
             for each in made:
@@ -120,13 +120,12 @@ class StateWatch:
             place = f"{name}.{key}".lstrip(".")
             if key in self._modules[name]._buffers:
                 raise ParameterError(
-                    f"pipeline parallelism: {place} is a buffer that passes change: other stages and "
-                    "checkpoints would not know its values"
+                    f"pipeline parallelism: training changes the buffer {place}, which other stages and "
+                    "checkpoints would not see"
                 )
             raise ParameterError(
-                f"pipeline parallelism: a training pass keeps a tensor as {place}, which other stages do not "
-                "have: a loss with such terms cannot be divided. If it is a record, keep it in evaluations "
-                "alone"
+                f"pipeline parallelism: the forward pass stores a tensor in {place}, which other stages do "
+                "not have, so the loss cannot use it. If it is only a record, store it in evaluation only"
             )
 
     def _states(self) -> dict[tuple[str, str], tuple[int, int]]:

@@ -25,12 +25,12 @@ def loss_in(output: Any) -> Tensor:
     if found is None and isinstance(output, Tensor) and output.dim() == 0:
         found = output
     if not isinstance(found, Tensor):
-        raise ParameterError("the model's output has no loss: give train_batch a loss_fn(output, labels)")
+        raise ParameterError("the model's output has no loss: pass loss_fn(output, labels) to train_batch")
     return found
 
 
 E = TypeVar("E")
-NO_DATA = "engine.train_batch() needs a data_iter, or the training_data of initialize"
+NO_DATA = "engine.train_batch() needs data_iter, or training_data in initialize"
 
 
 def with_whole_steps(kind: type[E]) -> type[E]:
@@ -115,8 +115,8 @@ class WholeSteps:
             data_iter = self._own_data
         if iter(data_iter) is not data_iter:
             raise ParameterError(
-                f"data_iter is a {type(data_iter).__name__}, which would restart in each step: give "
-                "iter(...) of it, made once"
+                f"data_iter is a {type(data_iter).__name__}, which would restart in each step: call "
+                "iter(...) on it once and pass the iterator"
             )
         return list(islice(data_iter, count))
 
@@ -133,8 +133,8 @@ class WholeSteps:
             output = engine(*inputs) if isinstance(inputs, (tuple, list)) else engine(inputs)
         else:
             raise ParameterError(
-                "a micro-batch has to be a dict of the model's arguments, or a pair of inputs and labels, "
-                f"not {type(micro_batch).__name__}"
+                "expected a micro-batch that is a dict of the model's arguments or a pair of inputs and "
+                f"labels, got {type(micro_batch).__name__}"
             )
         if self._loss_fn is None:
             return loss_in(output)
@@ -144,7 +144,7 @@ class WholeSteps:
         engine: Any = self
         comm, own = engine._sharded.comm, torch.stack(losses).mean()
         total: Tensor = own.double()
-        comm.all_reduce_scalars(total, "adds up the losses")
+        comm.all_reduce_scalars(total, "sums the losses")
         mean: Tensor = total / comm.world_size
         return mean.to(torch.promote_types(own.dtype, torch.float32))
 

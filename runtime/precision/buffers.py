@@ -119,17 +119,17 @@ def explained(
     wide = [each.dtype for each in inputs if each.is_floating_point() and each.dtype != trained]
     if wide:
         return UnsupportedError(
-            f"{error}. An input of the model is {wide[0]}, and the parameters are in {short}: convert it "
-            f'(x.to({trained})), or train in fp32 with "torch_autocast", which casts by itself'
+            f"{error}. An input of the model is {wide[0]}, but the parameters are in {short}: convert it "
+            f'(x.to({trained})), or train in fp32 with "torch_autocast", which casts inputs'
         )
     others = [n for n, b in model.named_buffers() if b.is_floating_point() and b.dtype != trained]
     if not others:
         return None
     return UnsupportedError(
-        f"{error}. The parameters are in {short}, and the buffer {others[0]} is "
-        f"{model.get_buffer(others[0]).dtype} (its own dtype, or by data_types in the config). Cast what is "
-        f'computed from it to {short}, or set "data_types": {{"buffer_dtype": "{short}"}}, which rounds all '
-        "buffers but those that keep_in_fp32_modules names"
+        f"{error}. The parameters are in {short}, but the buffer {others[0]} is "
+        f"{model.get_buffer(others[0]).dtype} (its own dtype, or data_types in the config). Cast values "
+        f'computed from it to {short}, or set "data_types": {{"buffer_dtype": "{short}"}}, which '
+        "rounds all buffers except keep_in_fp32_modules"
     )
 
 

@@ -21,10 +21,10 @@ from .step_result import StepResult
 def floor_error(min_scale: float, names: Sequence[str] = ()) -> LossScaleFloorError:
     """Build the error; ``names`` are the parameters whose gradients overflow."""
     more = " ..." if len(names) > 10 else ""
-    which = f"Parameters with such gradients: {', '.join(names[:10])}{more}. " if names else ""
+    which = f"Affected parameters: {', '.join(names[:10])}{more}. " if names else ""
     return LossScaleFloorError(
-        f"the loss scale is at its minimum, {min_scale:g}, and gradients overflow, so the model itself makes "
-        f"inf or NaN. {which}Try bf16, a lower learning rate, or look at the input data"
+        f"gradients overflow at the minimum loss scale, {min_scale:g}: the model itself produces inf or "
+        f"NaN. {which}Try bf16 or a lower learning rate, or check the input data"
     )
 
 

@@ -32,7 +32,7 @@ class LionRule(StepRule):
 class Lion(torch.optim.Optimizer):
     """Implements "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
 
-    ``lr`` wants to be three to ten times smaller than AdamW's, ``weight_decay`` larger by as much.
+    Set ``lr`` three to ten times smaller than for AdamW, and ``weight_decay`` larger by the same factor.
     """
 
     step_rule: ClassVar[StepRule] = LionRule()

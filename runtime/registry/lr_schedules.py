@@ -1,7 +1,7 @@
-"""Implements the learning-rate schedules that DeepSpeed configs name, by DeepSpeed's formulas.
+"""Implements the learning-rate schedules of DeepSpeed configs, with DeepSpeed's formulas.
 
-``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` advances it
-and writes the new rate into every param group.
+``i`` below is ``last_batch_iteration``: -1 before the first step, then 0, 1, ... Each ``step()`` increments
+it and writes the new learning rate into every param group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Schedule(ABC):
-    """Keeps ``i`` and writes the rates of :meth:`get_lr` into the optimizer's groups: the schedules' base."""
+    """Base class of the schedules: keep ``i`` and write the rates of :meth:`get_lr` to the groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -28,11 +28,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """Return the rates for ``i``, one a param group."""
+        """Return the learning rates for ``i``, one per param group."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates last written. Raises AssertionError before the first step."""
-        assert self._last_lr is not None, "need to call step() first"
+        """Return the learning rates last written. Raises AssertionError before the first step."""
+        assert self._last_lr is not None, "call step() first"
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved iteration."""
+        """Resume from a saved iteration."""
         self.follow_groups()
         self.last_batch_iteration = int(state["last_batch_iteration"])
         if self.last_batch_iteration >= 0:
@@ -87,7 +87,7 @@ class Schedule(ABC):
 
 
 class LRRangeTest(Schedule):
-    """Grows from ``lr_range_test_min_lr``: min * (1 + rate * (i + 1) / step_size), in stairs if asked to."""
+    """Increase the rate: ``lr_range_test_min_lr`` * (1 + rate * (i + 1) / step_size), or in stairs."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Rises from ``cycle_min_lr`` to ``cycle_max_lr``, falls again, then decays; momentum runs inversely."""
+    """Rise from ``cycle_min_lr`` to ``cycle_max_lr``, fall back, then decay; momentum runs inversely."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class OneCycle(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Warms up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's given rate), then stays."""
+    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's rate), then stay constant."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warms up as WarmupLR, then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Warm up like WarmupLR, then decay linearly to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -240,8 +240,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """Warms up from ``warmup_min_ratio`` of each group's given rate, then follows a cosine down to
-    ``cos_min_ratio`` of it.
+    """Warm up from ``warmup_min_ratio`` of each group's rate, then follow a cosine down to ``cos_min_ratio``
+    of it.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class WarmupCosineLR(Schedule):
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of the base rates for ``i``."""
+        """Return the factor on the base rates for ``i``."""
         i = self.last_batch_iteration
         if i < 0:
             return 0.0
@@ -283,13 +283,13 @@ def _warmup(i: int, steps: int, kind: str) -> float:
 
 def _warmup_steps(steps: int) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
-        raise ValueError(f"warmup_num_steps must be a positive whole number, not {steps!r}")
+        raise ValueError(f"warmup_num_steps must be a positive integer, got {steps!r}")
     return max(2, steps)
 
 
 def _warmup_type(kind: str) -> str:
     if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be log or linear, not {kind!r}")
+        raise ValueError(f"warmup_type must be log or linear, got {kind!r}")
     return kind
 
 

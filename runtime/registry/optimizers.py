@@ -99,7 +99,7 @@ def build_optimizer(
         maker = _OURS.get(name) or getattr(torch.optim, kind, None)
         if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
             raise ValueError(
-                f"optimizer.type: {kind!r} is not known; try AdamW, Adam, SGD or a name from torch.optim"
+                f"optimizer.type: unknown {kind!r}; use AdamW, Adam, SGD or a name from torch.optim"
             )
     state_dtype = arguments.pop("state_dtype", None)
     rate = arguments.get("lr")
@@ -123,13 +123,13 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
     differ = len({group["lr"] for group in optimizer.param_groups}) > 1
     for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
         if isinstance(params.get(key), (int, float)) and differ and read_environment().rank == 0:
-            what = f"scheduler.params.{key} is the rate of all param groups"
-            warn(f"{what}, which were to have different ones: leave it out")
+            what = f"scheduler.params.{key} overrides the learning rate of all param groups"
+            warn(f"{what}, which have different ones: remove it")
     maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if maker is None:
         known = ", ".join(SCHEDULES)
         raise ValueError(
-            f"scheduler.type: {kind!r} is not known; expected {known} or one of torch.optim.lr_scheduler"
+            f"scheduler.type: unknown {kind!r}; use {known} or a class of torch.optim.lr_scheduler"
         )
     try:
         return maker(optimizer, **params)

@@ -24,11 +24,10 @@ class UncorrectedAdamRule(AdamRule):
 
 
 class UncorrectedAdam(torch.optim.Optimizer):
-    """Implements Adam, or AdamW if ``decoupled``, with moments that start at 0 and are not corrected for it.
-    In groups that have ``bias_correction`` True they are.
+    """Implements Adam without bias correction, or AdamW if ``decoupled``.
 
-    The first steps are longer than Adam's: by ``(1 - beta1) / sqrt(1 - beta2)`` at the first, 3.2 with the
-    usual betas.
+    Groups with ``bias_correction`` True are corrected. Without correction, the first steps are longer than
+    Adam's. The first is longer by ``(1 - beta1) / sqrt(1 - beta2)``, which is 3.2 with the default betas.
     """
 
     step_rule: ClassVar[StepRule] = UncorrectedAdamRule(decoupled=False)

@@ -53,10 +53,10 @@ def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts |
     if comm.rank == 0:
         local = read_environment().local_world_size
         block = axis.size * comm.mesh.tensor
-        crossing = f"; warning: groups of {block} ranks cross nodes of {local}" if local % block else ""
-        how = "its script divides them" if owner is None else type(owner).__name__
+        crossing = f"; warning: groups of {block} ranks span nodes of {local} ranks" if local % block else ""
+        how = "split by the script" if owner is None else type(owner).__name__
         tell = say if crossing else detail
-        tell(f"sequence parallelism: {axis.size} ranks have parts of each sequence ({how}){crossing}")
+        tell(f"sequence parallelism: {axis.size} ranks per sequence ({how}){crossing}")
     return parts
 
 
@@ -93,14 +93,12 @@ def _check(model: Any, mesh: MeshShape) -> None:
         raise _refused(model, "its forward takes no position_ids")
     kinds = set(getattr(config, "layer_types", None) or ()) - _FULL
     if kinds:
-        raise _refused(
-            model, f"its layers of type {', '.join(sorted(kinds))} carry a state along the sequence"
-        )
+        raise _refused(model, f"its layers of type {', '.join(sorted(kinds))} keep a recurrent state")
     for name, module in model.named_modules():
         if isinstance(module, _MIX_TOKENS):
-            raise _refused(model, f"{name}, a {type(module).__name__}, mixes tokens outside of attention")
+            raise _refused(model, f"{name}, a {type(module).__name__}, mixes tokens outside attention")
     if not getattr(model, "_supports_attention_backend", False) and not _uses_interface(model):
-        raise _refused(model, "its attention does not go through transformers' attention functions")
+        raise _refused(model, "its attention does not use transformers' attention functions")
     implementation = config._attn_implementation
     if implementation in (None, "eager") or "|" in str(implementation):
         raise _refused(model, f'its attention is {implementation!r}: load it with attn_implementation="sdpa"')
@@ -111,7 +109,7 @@ def _check(model: Any, mesh: MeshShape) -> None:
         if problem := heads_problem(mesh.sequence, *local):
             raise ParameterError(problem)
     if not wrap_mask_functions(model):
-        raise _refused(model, "it makes its attention masks by itself")
+        raise _refused(model, "it builds its own attention masks")
 
 
 def _uses_interface(model: nn.Module) -> bool:
@@ -119,4 +117,4 @@ def _uses_interface(model: nn.Module) -> bool:
 
 
 def _refused(model: nn.Module, why: str) -> ParameterError:
-    return ParameterError(f"sequence parallelism: {type(model).__name__} cannot be divided: {why}")
+    return ParameterError(f"sequence parallelism: {type(model).__name__} is not supported: {why}")

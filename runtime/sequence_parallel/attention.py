@@ -75,13 +75,21 @@ def attention(
     enable_gqa: bool = False,
     inner: Callable[..., Tensor] = functional.scaled_dot_product_attention,
 ) -> Tensor:
-    """Compute attention as torch's scaled_dot_product_attention does, on whole sequences of which each rank
-    of ``parallel.sequence`` has a part; without such ranks it is that function.
+    """Compute scaled_dot_product_attention on sequences that are split over ``parallel.sequence`` ranks.
 
-    ``query``, ``key`` and ``value`` are (batch, heads, tokens / ranks, width), this rank's part, and so is
-    the result. ``attn_mask`` is of whole sequences, (..., tokens, tokens), with a dimension of heads of size
-    1 or none, or all heads. ``inner`` computes the attention of a rank's heads. Raises ParameterError for
-    heads that cannot be divided.
+    Without sequence parallelism, this calls ``inner`` directly.
+
+    Args:
+        query: This rank's shard, (batch, heads, tokens / ranks, width). The result has the same shape.
+        key: Keys, like ``query``.
+        value: Values, like ``query``.
+        attn_mask: Mask of whole sequences, (..., tokens, tokens), with all heads, one head or no head
+            dimension.
+        dropout_p: As in torch, like the arguments that follow.
+        inner: Function that computes the attention of this rank's heads.
+
+    Raises:
+        ParameterError: The number of heads is not divisible by the number of ranks.
     """
     axis = current_axis()
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
@@ -97,8 +105,8 @@ def attention(
     if attn_mask is not None:
         if attn_mask.shape[-2:] != (tokens, tokens):
             raise ParameterError(
-                f"sequence parallelism: attn_mask is {list(attn_mask.shape)}, but attention is on whole "
-                f"sequences of {tokens} tokens: give the mask of these"
+                f"sequence parallelism: attn_mask is {list(attn_mask.shape)}, but attention runs on whole "
+                f"sequences of {tokens} tokens: pass a mask for all of them"
             )
         if attn_mask.dim() > 2 and attn_mask.shape[-3] == heads > 1:
             attn_mask = own_heads(axis, attn_mask, -3)
@@ -110,8 +118,10 @@ def attention(
 
 
 def split(whole: Tensor, dim: int = 1) -> Tensor:
-    """Return this rank's part of whole sequences, along the dimension of their tokens; ``whole`` itself
-    without ranks that share sequences. Raises ParameterError for a length that cannot be divided.
+    """Return this rank's shard of whole sequences along their token dimension ``dim``.
+
+    Without sequence parallelism, return ``whole``. Raises ParameterError if the length is not divisible by
+    the number of ranks.
     """
     axis = current_axis()
     if axis is None and not _had_engine and read_environment().world_size > 1:
@@ -128,23 +138,25 @@ def note_engine(*, divides: bool) -> None:
     if divides and shapes:
         shape = list(shapes[0])
         raise ParameterError(
-            f"zlaunch.sequence.split was called, with a tensor {shape}, before zlaunch.initialize: only the "
-            "engine's config says how many ranks share sequences; call it afterwards"
+            f"zlaunch.sequence.split was called, with a tensor {shape}, before zlaunch.initialize, which "
+            "sets the sequence-parallel size: call it afterwards"
         )
     _had_engine = True
 
 
 def total(value: Tensor) -> Tensor:
-    """Return the sum of a value over the ranks that share sequences, differentiable: a loss is
-    ``total(sum of this rank's losses) / total(number of them)`` on all of these ranks.
+    """Return the sum of ``value`` over the sequence-parallel group, differentiable.
+
+    A mean loss is ``total(sum of this rank's losses) / total(number of losses)`` on every rank of the group.
     """
     axis = current_axis()
     return value if axis is None else total_over(value, axis)
 
 
 def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Return the mean of values over all ranks that share sequences, differentiable: of those that
-    ``counts`` (bool, their shape) marks, by default of all.
+    """Return the mean of ``values`` over the sequence-parallel group, differentiable.
+
+    ``counts``, a bool tensor of the same shape, selects the values; by default, all count.
     """
     axis = current_axis()
     if counts is not None:

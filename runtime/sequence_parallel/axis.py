@@ -56,13 +56,13 @@ class SequenceAxis(Axis):
         part = part.detach().contiguous()
         self.comm._count(_CHANNEL, part.numel() * self.size)
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part, "gathers parts of")
+        self._wait(dist.all_gather(parts, part, group=self.group, async_op=True), part, "all-gathers")
         return torch.cat(parts, dim)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a contiguous tensor in place over the axis; return it."""
         self.comm._count(_CHANNEL, 2 * tensor.numel())
-        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, "adds up the losses of")
+        self._wait(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, "sums the losses of")
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class SequenceAxis(Axis):
     def _wait(self, work: Any, tensor: Tensor, what: str) -> None:
         """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
         key = waits.next_key(self.comm.number, f"{_CHANNEL}: {what}")
-        Work(work, key, f"{what} sequences with the ranks that share them", tensor).wait()
+        Work(work, key, f"{what} sequences in its sequence-parallel group", tensor).wait()
 
 
 def current_axis() -> SequenceAxis | None:
@@ -110,9 +110,9 @@ def current_axis() -> SequenceAxis | None:
     if comm is None:
         if len({each.mesh.sequence for each in open_comms}) > 1:
             raise ParameterError(
-                "zlaunch.sequence was called outside of a model's forward, and the engines of this process "
-                "have different sizes of parallel.sequence: call it inside of the model's forward (split, "
-                "mean and total as well), or destroy the other engines first"
+                "zlaunch.sequence was called outside a model's forward, and this process has engines with "
+                "different parallel.sequence sizes: call it inside the model's forward (also split, mean "
+                "and total), or destroy the other engines first"
             )
         comm = max(open_comms, key=lambda each: int(each.number), default=None)
     found: SequenceAxis | None = None if comm is None else comm.axes.get(SequenceAxis.name)

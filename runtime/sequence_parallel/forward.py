@@ -56,11 +56,9 @@ class _Forward:
         for name, what in _REFUSED.items():
             value = given.get(name, getattr(self.module.config, name, None) if "router" in name else None)
             if value is not None and not (isinstance(value, (bool, int)) and not value):
-                raise ParameterError(f"sequence parallelism: a pass with {what} cannot be divided")
+                raise ParameterError(f"sequence parallelism: {what} is not supported")
         if given.get("use_cache"):
-            raise ParameterError(
-                "sequence parallelism: a training pass with use_cache=True cannot be divided"
-            )
+            raise ParameterError("sequence parallelism: training with use_cache=True is not supported")
 
     def compute(self, given: dict[str, Any], length: int, position_ids: Tensor) -> Any:
         """Call the model's own forward with this rank's parts of sequences, of which ``length`` and
@@ -77,7 +75,7 @@ class _Forward:
             passes.pop()
         if self.axis.attentions - before < self.layers:
             raise ParameterError(
-                f"sequence parallelism: {type(self.module).__name__} cannot be divided: only "
+                f"sequence parallelism: {type(self.module).__name__} is not supported: only "
                 f"{self.axis.attentions - before} of its {self.layers} layers use transformers' attention "
                 "functions"
             )
@@ -97,9 +95,9 @@ class SequenceForward(_Forward):
             axis.comm,
             own,
             axis.largest,
-            f"ranks {', '.join(map(str, own))} have parts of the same sequences (sequence parallelism) and "
-            "were given different batches: give each the whole, same batch. A DistributedSampler takes "
-            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; the Trainer takes "
+            f"ranks {', '.join(map(str, own))} are one sequence-parallel group but got different batches: "
+            "pass the same whole batch on each rank. Use a DistributedSampler with "
+            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; in the Trainer, "
             "ParallelismConfig(sp_size=...)",
             every_pass=steps_in_backward,
         )
@@ -117,9 +115,7 @@ class SequenceForward(_Forward):
         self.refuse(given)
         source = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(source, Tensor):
-            raise ParameterError(
-                "sequence parallelism: the model was given neither input_ids nor inputs_embeds"
-            )
+            raise ParameterError("sequence parallelism: the model got neither input_ids nor inputs_embeds")
         length = source.shape[1]
         if "position_ids" not in given:
             self._check_padding(given.get("attention_mask"))
@@ -134,7 +130,8 @@ class SequenceForward(_Forward):
         output = self.compute(given, length, position_ids)
         if "labels" in given and self.module.loss_function.calls == calls:
             raise ParameterError(
-                f"sequence parallelism: {type(self.module).__name__} computes its loss by itself"
+                f"sequence parallelism: {type(self.module).__name__} computes its own loss, which is not "
+                "supported"
             )
         return output
 
@@ -148,9 +145,7 @@ class SequenceForward(_Forward):
             return self.axis.part(value)
         if value.dim() == 0 or name.startswith(("cu_seq", "max_length")):
             return value  # about the batch
-        raise ParameterError(
-            f"sequence parallelism: zlaunch cannot divide the input {name}, {list(value.shape)}"
-        )
+        raise ParameterError(f"sequence parallelism: the input {name}, {list(value.shape)}, is not supported")
 
     def _check_padding(self, mask: Any) -> None:
         """Raise ParameterError where a model would make positions of a mask with padding."""
@@ -159,8 +154,8 @@ class SequenceForward(_Forward):
         source = inspect.getsource(sys.modules[type(self.module).__module__])
         if "cumsum(" in source:
             raise ParameterError(
-                f"sequence parallelism: {type(self.module).__name__} counts positions by the attention mask, "
-                "which has padding: give position_ids"
+                f"sequence parallelism: {type(self.module).__name__} derives positions from the attention "
+                "mask, which has padding: pass position_ids"
             )
 
 
@@ -180,13 +175,13 @@ class PartsForward(_Forward):
         positions = given.get("position_ids")
         if not isinstance(positions, Tensor) or positions.dim() != 2:
             raise ParameterError(
-                "sequence parallelism: a batch of parts of sequences needs position_ids, (batch, tokens): "
-                "give whole batches to UlyssesSPDataLoaderAdapter with position_ids among them"
+                "sequence parallelism: a batch of sequence shards needs position_ids, (batch, tokens): "
+                "include them in the batches for UlyssesSPDataLoaderAdapter"
             )
         if "labels" in given and "shift_labels" not in given:
             raise ParameterError(
-                "sequence parallelism: labels of a part of sequences cannot be shifted by the model: give "
-                "shift_labels, as UlyssesSPDataLoaderAdapter makes them"
+                "sequence parallelism: the model cannot shift the labels of a sequence shard: pass "
+                "shift_labels, as UlyssesSPDataLoaderAdapter does"
             )
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:

@@ -66,7 +66,7 @@ def _of_whole_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
             problems.append("past_key_values")
         if problems:
             raise ParameterError(
-                f"sequence parallelism: the model makes its masks with {problems[0]}, which is not supported"
+                f"sequence parallelism: the model builds its masks with {problems[0]}, which is not supported"
             )
         # only the shape of the embeddings is asked for
         given["inputs_embeds"] = given["inputs_embeds"][:, :1].expand(-1, whole.length, -1)

@@ -52,13 +52,14 @@ class ScriptForward:
         self._has_looked = self._has_looked or looks
         if mixed.names and self.axis.comm.rank == 0:
             warn(
-                f"sequence parallelism: the model calls {', '.join(mixed.names)}. Over tokens that sees a "
-                "rank's part of each sequence alone; zlaunch.sequence.attention attends to whole ones"
+                f"sequence parallelism: the model calls {', '.join(mixed.names)}, which sees only this "
+                "rank's shard of each sequence. Use zlaunch.sequence.attention, which attends to whole "
+                "sequences"
             )
         if self.axis.is_open and self.module.training and self.axis.attentions == before:
             raise ParameterError(
                 f"parallel.sequence is {self.axis.size}, but {type(self.module).__name__} has not called "
-                "zlaunch.sequence.attention: divide the sequences by zlaunch.sequence.split and call it in "
-                "place of scaled_dot_product_attention, or set the size to 1"
+                "zlaunch.sequence.attention: split the sequences with zlaunch.sequence.split and call it "
+                "instead of scaled_dot_product_attention, or set the size to 1"
             )
         return output

@@ -77,8 +77,7 @@ def _is_divided(module: nn.Module) -> bool:
     if not module.training:
         return False  # an evaluation, or a generation, of whole sequences
     raise ParameterError(
-        "sequence parallelism: a layer was called outside of the model's forward pass, so it is not known "
-        "whether it was given parts of sequences: call the engine"
+        "sequence parallelism: a layer was called outside the model's forward pass: call the engine instead"
     )
 
 
@@ -91,7 +90,4 @@ def _of_whole(name: str, value: Any, axis: SequenceAxis, heads: int, tokens: int
         return value if value.shape[dim] == 1 else own_heads(axis, value, dim)
     if name == "position_ids" and value.dim() == 2:
         return axis.gather(value)
-    raise ParameterError(
-        f"sequence parallelism: attention is called with {name} {list(value.shape)}, and it is not known how "
-        "to divide it"
-    )
+    raise ParameterError(f"sequence parallelism: attention does not support {name} {list(value.shape)}")

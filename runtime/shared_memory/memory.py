@@ -275,10 +275,9 @@ class SharedMemory:
         mine, other = self._transfers[key].identity, peer.ready[key][2]
         if mine != other:
             raise RankMismatchError(
-                f"rank {self._first + peer.rank} {self._describe(key[0], other)}, while "
-                f"rank {self._first + self.rank} "
-                f"{self._describe(key[0], mine)}: all ranks must use the same parts of the model in the same "
-                "order, and call state_dict, evaluation and saving together"
+                f"rank {self._first + peer.rank} {self._describe(key[0], other)}, while rank "
+                f"{self._first + self.rank} {self._describe(key[0], mine)}: all ranks must use the same "
+                "modules in the same order, and call state_dict, evaluation and saving together"
             )
 
     # -- tokens
@@ -354,7 +353,7 @@ class SharedMemory:
                 other = self._first + min(missing())
                 raise PeerLost(
                     f"rank {self._first + self.rank} has waited {self._timeout_s:.0f} s for rank {other}, "
-                    "which does not take part in the same gather or reduction"
+                    "which has not joined the same all-gather or reduction"
                 )
             self._check()
             if missing():  # the check may have received what would have ended the wait
@@ -366,7 +365,7 @@ class SharedMemory:
         gone = [rank for rank in ranks if self._peers[rank].gone]
         if gone:
             lost, mine = self._first + gone[0], self._first + self.rank
-            raise PeerLost(f"rank {lost} has ended, while rank {mine} needs its tensors")
+            raise PeerLost(f"rank {lost} exited while rank {mine} needs its tensors")
 
     def present(self, ranks: set[int]) -> set[int]:
         """Return those of ``ranks`` that have not ended: a rank that has ended reads nothing any more."""

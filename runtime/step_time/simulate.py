@@ -200,9 +200,10 @@ def speeds_of_reports(reports: dict[str, Any]) -> Speeds:
                 read = {"nvme_read": float(best["read"]), "nvme_write": float(best["write"])}
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise MemoryPlanError(
-                f"{name} is not what `zlaunch bench net --json` or `bench io --json` prints: {error!r}"
+                f"{name} is not the output of `zlaunch bench net --json` or `zlaunch bench io --json`: "
+                f"{error!r}"
             ) from None
         if read.keys() & found.keys():
-            raise MemoryPlanError(f"{name}: another file of --measured has the same speeds; give one of them")
+            raise MemoryPlanError(f"{name}: another --measured file has the same speeds; pass only one")
         found |= read
     return Speeds(**found)

@@ -38,10 +38,10 @@ class Agreement:
             axis.comm,
             range(axis.first, axis.first + axis.size),
             axis.largest_of_checks,
-            f"ranks {ranks} share each layer (tensor parallelism) and were given different batches: they "
-            "must have the same. Give a DistributedSampler num_replicas=engine.data_parallel_size and "
-            "rank=engine.data_parallel_rank, or let initialize(training_data=...) make the loader; "
-            "before generate(do_sample=True) give them one torch.manual_seed",
+            f"ranks {ranks} are one tensor-parallel group but got different batches. Use a "
+            "DistributedSampler with num_replicas=engine.data_parallel_size and "
+            "rank=engine.data_parallel_rank, or pass training_data= to initialize; before "
+            "generate(do_sample=True), set the same torch.manual_seed on each rank",
             every_pass=steps_in_backward,
         )
 
@@ -89,12 +89,12 @@ class SameOutputs:
         self._outputs = SameValues(
             axis.comm.device,
             axis.largest_of_checks,
-            f"the model's outputs differ on ranks {ranks}, which share each layer (tensor parallelism) and "
-            "were given one batch. Either an operation uses a weight that is cut outside of its own module, "
-            "such as F.linear(x, module.weight): leave it out of tensor_parallel.plan. Or a layer gives each "
-            "rank's part to what needs the whole: after colwise comes rowwise, and colwise_gather_output "
-            "joins the parts. Or the ranks draw different random numbers in the model: set "
-            "draws_random_numbers = True on the module that does",
+            f"the model's outputs differ on ranks {ranks}, a tensor-parallel group with one batch. Possible "
+            "causes: an operation uses a sharded weight outside its module, such as F.linear(x, "
+            "module.weight): remove it from tensor_parallel.plan. A layer passes its shard to an operation "
+            "that needs the whole activation: follow colwise with rowwise, or use colwise_gather_output. "
+            "Ranks draw different random numbers in the model: set draws_random_numbers = True on the "
+            "module that draws them",
             first=_FIRST,
         )
 

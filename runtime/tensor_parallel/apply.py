@@ -57,7 +57,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):
         if said is not None:
-            raise ParameterError(said if said == problem else f"on rank {rank}, {said}")
+            raise ParameterError(said if said == problem else f"on rank {rank}: {said}")
     assert work is not None
     apply(work)
     if comm.mesh.pipeline == 1:
@@ -104,14 +104,10 @@ def _tell(work: Decision) -> None:
     axis, experts = work.axis, work.experts
     if axis.size > 1:
         samples, crossing = axis.comm.mesh.samples, _crosses_nodes(axis.size)
-        groups = (
-            "1 such group trains on samples of its own"
-            if samples == 1
-            else f"{samples} such groups train on samples of their own"
-        )
+        groups = "1 data-parallel group" if samples == 1 else f"{samples} data-parallel groups"
         tell = say if crossing else detail
         tell(
-            f"tensor parallelism: {axis.size} ranks share each layer ({len(work.boxes)} parameters are cut); "
+            f"tensor parallelism: {axis.size} ranks per group, {len(work.boxes)} sharded parameters; "
             f"{groups}{crossing}"
         )
         for text in work.left_whole:
@@ -119,8 +115,8 @@ def _tell(work: Decision) -> None:
     if experts is not None:
         total = max(experts.modules.values())
         detail(
-            f"expert parallelism: each rank has {total // experts.axis.size} of {total} experts, in "
-            f"{len(experts.modules)} module(s); {experts.axis.size} ranks together have all of them"
+            f"expert parallelism: {total // experts.axis.size} of {total} experts per rank in "
+            f"{len(experts.modules)} module(s), {experts.axis.size} ranks per group"
         )
 
 
@@ -128,7 +124,9 @@ def _crosses_nodes(size: int) -> str:
     local = read_environment().local_world_size
     if local % size == 0:
         return ""
-    return f"; warning: groups of {size} ranks cross nodes of {local}, and each layer waits for that network"
+    return (
+        f"; warning: groups of {size} ranks span nodes of {local} ranks, and each layer waits for the network"
+    )
 
 
 def apply(work: Decision) -> None:

@@ -114,7 +114,7 @@ class TensorAxis(Axis):
         self.comm._count("tensor checks", 2 * tensor.numel())
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group_for("checks"), async_op=True)
         key = waits.next_key(self.comm.number, _CHECKS)
-        Work(work, key, "compares its batch with the ranks that share each layer", tensor).wait()
+        Work(work, key, "compares its batch in its tensor-parallel group", tensor).wait()
         return tensor
 
     def _reduce(self, tensor: Tensor, operation: Any, use: Hashable) -> Tensor:
@@ -135,7 +135,7 @@ class TensorAxis(Axis):
         parts = [torch.empty_like(part) for _ in range(self.size)]
         work = dist.all_gather(parts, part, group=self.group_for("states"), async_op=True)
         key = waits.next_key(self.comm.number, _STATES)
-        Work(work, key, "gathers a whole parameter from the ranks that share each layer", part).wait()
+        Work(work, key, "all-gathers a parameter over its tensor-parallel group", part).wait()
         return parts
 
     def own(self, whole: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class TensorAxis(Axis):
 
     def _wait(self, work: Any, tensor: Tensor) -> None:
         key = waits.next_key(self.comm.number, _CHANNEL)
-        Work(work, key, "joins the parts of a layer with the ranks that share it", tensor).wait()
+        Work(work, key, "runs a layer's collective in its tensor-parallel group", tensor).wait()
 
 
 class _Enter(torch.autograd.Function):

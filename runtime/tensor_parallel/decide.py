@@ -69,8 +69,8 @@ class Decision:
                 owner, _, key = name.rpartition(".")
                 if owner not in self.modules:
                     raise ParameterError(
-                        f"tensor parallelism: {owner} is one module with another name: name its parameter by "
-                        "the first one"
+                        f"tensor parallelism: {owner} is another name of the same module: use the first "
+                        "name for its parameter"
                     )
                 self._plan_parameter(self.modules[owner], key, name, style)
         self._plan_tied()
@@ -81,8 +81,8 @@ class Decision:
         for name in self.forwards:
             if "forward" in vars(self.modules[name]):
                 raise ParameterError(
-                    f"{name}.forward was replaced on this one module: what ranks compute with their parts "
-                    "would not call it. Make a class with that forward"
+                    f"{name}.forward was replaced on the instance, and tensor parallelism would not call "
+                    "it. Define a class with that forward"
                 )
 
     def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
@@ -109,8 +109,9 @@ class Decision:
         if not fits(size):
             fitting = [n for n in range(1, heads + 1) if fits(n)]
             raise ParameterError(
-                f"tensor parallelism: {size} ranks cannot share {counted(heads, 'attention head')} and "
-                f"{counted(keys, 'key-value head')}; possible sizes: {', '.join(map(str, fitting))}"
+                f"tensor parallelism: cannot shard {counted(heads, 'attention head')} and "
+                f"{counted(keys, 'key-value head')} over {size} ranks; possible sizes: "
+                f"{', '.join(map(str, fitting))}"
             )
 
     def _plan_module(self, name: str, module: nn.Module, style: str) -> None:
@@ -142,19 +143,19 @@ class Decision:
             type(module).forward is not nn.Linear.forward and style.startswith("rowwise")
         ):
             raise ParameterError(
-                f"tensor parallelism: {name} is {_kind(module)}: {style} is for torch.nn.Linear "
-                "(adapters and quantized layers cannot be split)"
+                f"tensor parallelism: {name} is {_kind(module)}: {style} is for torch.nn.Linear (adapters "
+                "and quantized layers cannot be sharded)"
             )
         weight = self._own_weight(name, module)
         if weight.dim() != 2:
             raise ParameterError(
-                f"tensor parallelism: {name} holds several experts ({list(weight.shape)}): parallel.expert "
-                "of the config divides them"
+                f"tensor parallelism: {name} holds several experts ({list(weight.shape)}): shard them with "
+                "parallel.expert in the config"
             )
         width = weight.shape[_DIM[style]]
         if style == "colwise_gather_output" and width % self.axis.size:
             self.left_whole.append(
-                f"{name} stays whole on each rank: its {width} outputs cannot be divided by {self.axis.size}"
+                f"{name} is replicated: its {width} outputs cannot be divided by {self.axis.size}"
             )
             return
         if name.endswith(_SHARED_HEADS) and style == "colwise" and self._shares_heads():
@@ -175,7 +176,8 @@ class Decision:
                 continue
             if id(module._parameters[key]) in self.boxes and owner not in self.forwards:
                 raise ParameterError(
-                    f"tensor parallelism: {name} is of {_kind(module)}: give the module the style, {owner}"
+                    f"tensor parallelism: {name} belongs to {_kind(module)}: set the style on the module, "
+                    f"{owner}"
                 )
 
     def _own_weight(self, name: str, module: nn.Linear | nn.Embedding) -> Tensor:
@@ -183,9 +185,9 @@ class Decision:
         for key in ("weight", "bias"):
             if getattr(module, key, None) is not None and key not in module._parameters:
                 raise ParameterError(
-                    f"tensor parallelism: {name}.{key} is computed from other parameters (a parametrization, "
-                    "a norm or pruning), which cannot be split: leave the module out of the plan, or make it "
-                    "plain"
+                    f"tensor parallelism: {name}.{key} is computed from other parameters (parametrization, "
+                    "weight norm or pruning) and cannot be sharded: remove the module from the plan, or "
+                    "remove that wrapper"
                 )
         return module.weight
 
@@ -207,7 +209,7 @@ class Decision:
         if not isinstance(getattr(parent, "num_key_value_groups", None), int):
             raise ParameterError(
                 f"tensor parallelism: {name} has {keys} heads for {size} ranks, and its attention has no "
-                f"num_key_value_groups to say so: use at most {keys} ranks"
+                f"num_key_value_groups: use at most {keys} ranks"
             )
         assert isinstance(self.heads, int)
         self.settings.append((parent, "num_key_value_groups", self.heads // size))
@@ -218,16 +220,14 @@ class Decision:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ParameterError(
-                    f"tensor parallelism: {name}: an embedding with {option} cannot be split"
+                    f"tensor parallelism: {name}: an embedding with {option} cannot be sharded"
                 )
         weight = self._own_weight(name, module)
         dim = 0 if style == "embedding_rowwise" else 1
         total, size = weight.shape[dim], self.axis.size
         if total % size:
             what = "columns" if dim else "rows"
-            self.left_whole.append(
-                f"{name} stays whole on each rank: its {total} {what} cannot be divided by {size}"
-            )
+            self.left_whole.append(f"{name} is replicated: its {total} {what} cannot be divided by {size}")
             return
         self._cut(weight, dim, f"{name}.weight")
         if dim:
@@ -262,8 +262,8 @@ class Decision:
                     continue
                 if not isinstance(module, nn.Embedding):
                     raise ParameterError(
-                        f"tensor parallelism: {self.names[identity]} is cut, and {name} uses it, too, which "
-                        "has no style: give it one in tensor_parallel.plan"
+                        f"tensor parallelism: {self.names[identity]} is sharded, but {name} also uses it "
+                        "and has no style: set one in tensor_parallel.plan"
                     )
                 self._plan_embedding(name, module, "embedding_rowwise")
             kept = {name for name, _ in users if name in self.plan and name not in self.forwards}
@@ -271,8 +271,9 @@ class Decision:
                 name for name, _ in users if isinstance(self.modules[name], (nn.Linear, nn.Embedding))
             }:
                 raise ParameterError(
-                    f"tensor parallelism: {self.names[identity]} is cut for one of its modules and whole for "
-                    f"another ({', '.join(sorted(kept))}): give them styles that fit in tensor_parallel.plan"
+                    f"tensor parallelism: {self.names[identity]} is sharded for one of its modules but "
+                    f"replicated for another ({', '.join(sorted(kept))}): set matching styles in "
+                    "tensor_parallel.plan"
                 )
 
     def decide_on_loss(self) -> None:
@@ -284,7 +285,7 @@ class Decision:
         if not names or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
             raise ParameterError(
                 "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "
-                f"whose head is split by its plan; {type(model).__name__} is not one"
+                f"whose plan shards the head; {type(model).__name__} is not one"
             )
         self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
         forward.is_followed = False  # the loss knows of parts
@@ -305,7 +306,7 @@ class Decision:
     def _set(self, parameter: Tensor, boxes: tuple[Box, ...], name: str) -> None:
         if self.boxes.setdefault(id(parameter), boxes) != boxes:
             raise ParameterError(
-                f"tensor parallelism: {name} would be split in two ways, because two modules share it"
+                f"tensor parallelism: two modules share {name}, but their styles shard it in different ways"
             )
 
 

@@ -77,9 +77,9 @@ class RowForward(SharedForward):
         needed = self.module.in_features // self.axis.size
         if part.shape[-1] != needed:
             raise ParameterError(
-                f"tensor parallelism: {self.name} gets {input.shape[-1]} inputs on each rank, of which it "
-                f"computes with {part.shape[-1]}, and has the weights of {needed}: rowwise follows a layer "
-                "that is colwise, rowwise_split_input takes whole inputs"
+                f"tensor parallelism: {self.name} gets {input.shape[-1]} inputs on each rank and uses "
+                f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
+                "rowwise_split_input for whole inputs"
             )
         output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
         return output if bias is None else output + bias

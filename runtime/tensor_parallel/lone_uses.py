@@ -60,8 +60,8 @@ class LoneUses(TorchFunctionMode):
         for each in tree_leaves((args, kwargs or {})):
             if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
                 raise ParameterError(
-                    f"tensor parallelism: {name} uses {self._names[id(each)]}, of which each rank "
-                    "has a part, outside of its own module: leave the module out of tensor_parallel.plan"
+                    f"tensor parallelism: {name} uses {self._names[id(each)]}, which is sharded, outside "
+                    "its own module: remove the module from tensor_parallel.plan"
                 )
         if part is not None:
             self.parts.after(name, part, found)

@@ -61,10 +61,10 @@ class PartUses:
 
     def _refused(self, name: str, given: Tensor) -> ParameterError:
         layer = self._parts[given]
-        more = " (packed_colwise cuts two halves alike)" if name in (*_CUT, "glu") else ""
+        more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
         return ParameterError(
-            f"tensor parallelism: {name} computes along the outputs of {layer}, of which each rank has a "
-            f"part: give {layer} the style colwise_gather_output in tensor_parallel.plan{more}"
+            f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
+            f"style of {layer} to colwise_gather_output in tensor_parallel.plan{more}"
         )
 
 

@@ -25,11 +25,17 @@ _NOTE = "zlaunch_tp_plan"
 
 
 def tensor_parallel(module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
-    """Note a plan for sharing a module's layers, and return the module; the config says how many ranks do.
+    """Attach a tensor-parallel plan to ``module``, and return the module.
 
-    ``plan``: the style of each module and parameter by its name in ``module``, "*" for any number, as
-    ``tensor_parallel.plan`` of the config has it, which comes before this one. Raises ParameterError for a
-    style that does not exist and a name that the module does not have.
+    The config's ``parallel.tensor`` sets the number of ranks, and its ``tensor_parallel.plan`` overrides
+    this plan.
+
+    Args:
+        module: The module.
+        plan: Style of each submodule and parameter, by its name in ``module``; "*" matches any number.
+
+    Raises:
+        ParameterError: A style does not exist, or a name matches nothing in the module.
     """
     _matches(module, plan, "tensor_parallel")
     setattr(module, _NOTE, dict(plan))
@@ -52,7 +58,7 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
     cuts_nothing = {"replicate"} if given is not None else {"replicate", "colwise_gather_output"}
     if cuts_nothing.issuperset(found.values()):
         raise ParameterError(
-            f"{type(model).__name__} has no plan for tensor parallelism: give one, tensor_parallel.plan "
+            f"{type(model).__name__} has no plan for tensor parallelism: set tensor_parallel.plan "
             '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or '
             "zlaunch.tensor_parallel(module, plan) where the model is built, or set its size to 1"
         )
@@ -66,14 +72,14 @@ def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | Non
         style = _OLD_NAMES.get(style, style)
         if style not in STYLES:
             raise ParameterError(
-                f"{asked_by or 'tensor parallelism'}: {pattern}: the style {style!r} is not supported; there "
-                f"are {', '.join(sorted(STYLES))}"
+                f"{asked_by or 'tensor parallelism'}: {pattern}: the style {style!r} is not supported; use "
+                f"one of {', '.join(sorted(STYLES))}"
             )
         names = matching(module, pattern)
         if asked_by is not None and not names:
             known = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
             raise ParameterError(
-                f"{asked_by}: the model has nothing of the name {pattern}{suggestion(known, pattern)}"
+                f"{asked_by}: no module or parameter matches {pattern}{suggestion(known, pattern)}"
             )
         found.update(dict.fromkeys(names, style))
     return found

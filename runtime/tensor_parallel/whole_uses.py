@@ -26,8 +26,8 @@ _PART, _MIXED = "part", "mixed"
 _SHOWN = 3
 _ASSIGNS = "__setitem__"
 _ADVICE = (
-    "join the parts before, by the style colwise_gather_output in tensor_parallel.plan for the layer in "
-    "front, or leave that layer out of the plan"
+    "set the style of the preceding layer to colwise_gather_output in tensor_parallel.plan, or remove that "
+    "layer from the plan"
 )
 
 
@@ -60,7 +60,7 @@ class WholeUses:
         """
         self._kinds[tensor] = _PART
         if source is not None:
-            self._use(self._origins(source), self._with_whole, "a layer that is cut")
+            self._use(self._origins(source), self._with_whole, "a sharded layer")
 
     def note_mixed(self, tensor: Tensor) -> None:
         """Note that some elements of a tensor are parts, and some whole: its uses are not looked at."""
@@ -78,8 +78,8 @@ class WholeUses:
         if len(names) > self._told and self._axis.comm.rank == 0:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             say(
-                f"tensor parallelism: the gradients of {', '.join(names[:_SHOWN])}{more} are summed over the "
-                "ranks, as these parameters are used with parts of activations"
+                f"tensor parallelism: gradients of {', '.join(names[:_SHOWN])}{more} are all-reduced, "
+                "because these parameters are used with sharded activations"
             )
         self._told = len(names)
 
@@ -105,9 +105,9 @@ class WholeUses:
             for each in given:
                 if each.requires_grad and not self._is_known(each):
                     raise ParameterError(
-                        f"tensor parallelism: {name} computes with a part of an activation and with one that "
-                        f"each rank has whole, {list(each.shape)}, whose gradient would miss the other "
-                        f"ranks' shares: {_ADVICE}"
+                        f"tensor parallelism: {name} combines a sharded activation with a replicated one, "
+                        f"{list(each.shape)}, whose gradient would miss the other ranks' contributions: "
+                        f"{_ADVICE}"
                     )
             self._use(origins, self._with_parts, name)
         elif kind is None and all(self._origins(each) for each in given):
@@ -125,9 +125,8 @@ class WholeUses:
             both = self._with_parts.get(identity), self._with_whole.get(identity)
             if None not in both:
                 raise ParameterError(
-                    f"tensor parallelism: {known} is used with a part of an activation ({both[0]}) and with "
-                    f"whole values ({both[1]}), so that its gradient is neither a rank's share nor whole: "
-                    f"{_ADVICE}"
+                    f"tensor parallelism: {known} is used with a sharded activation ({both[0]}) and with a "
+                    f"replicated one ({both[1]}), so its gradient is only partly reduced: {_ADVICE}"
                 )
             if uses is self._with_parts and identity not in self._summed:
                 self._summed.add(identity)

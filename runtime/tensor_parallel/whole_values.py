@@ -44,11 +44,11 @@ class WholeValues:
         for name, is_other in zip(names, differs.tolist(), strict=True):
             if is_other:
                 raise RankMismatchError(
-                    f"{name} has become another on ranks that share each layer (tensor parallelism), each of "
-                    "which has it whole: either it is used on a part of activations (the style "
-                    "replicated_with_grad_allreduce in tensor_parallel.plan sums its gradient), or the ranks "
-                    "draw different random numbers in the model (set draws_random_numbers = True on the "
-                    "module that does), or one rank alone has loaded or written values"
+                    f"{name} is replicated in the tensor-parallel group but now differs between its ranks. "
+                    "Possible causes: the model uses it with sharded activations (set its style to "
+                    "replicated_with_grad_allreduce in tensor_parallel.plan); ranks draw different random "
+                    "numbers (set draws_random_numbers = True on the module that draws them); only one "
+                    "rank loaded or wrote values"
                 )
 
 

@@ -310,10 +310,10 @@ class ShardedModel:
             grad = grad.to_dense()
         if grad.shape != unit.shapes[index]:
             raise RuntimeError(
-                f"the gradient of {unit.names[index]} has the shape {tuple(grad.shape)}, but the parameter "
-                f"has {tuple(unit.shapes[index])}: a custom autograd.Function must read the shape of a "
-                "sharded parameter inside `with zlaunch.zero.GatheredParameters([parameter]):`, in its "
-                "forward call and in its backward pass"
+                f"the gradient of {unit.names[index]} has shape {tuple(grad.shape)}, but the parameter has "
+                f"{tuple(unit.shapes[index])}: in a custom autograd.Function, read the shape of a sharded "
+                "parameter inside `with zlaunch.zero.GatheredParameters([parameter]):`, both in forward and "
+                "in backward"
             )
         if not self.loss_scaling.loss_is_scaled:
             grad = self.loss_scaling.of_parameter(grad)

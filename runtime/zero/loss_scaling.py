@@ -44,7 +44,7 @@ class LossScaling:
         if self.factor is not None and not self._at_outputs:
             raise RuntimeError(
                 "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
-                "not begin at the model's outputs, where the loss scale would be put in"
+                "not start at the model's outputs, where zlaunch applies the loss scale"
             )
         share = self.micro_share()
         return grad if share == 1.0 else grad * share

@@ -77,6 +77,6 @@ def check_here(away: Collection[str], needed: Sequence[str], what: str) -> None:
     missing = [name for name in needed if name in away]
     if missing:
         raise OffloadedError(
-            f"{what} needs {', '.join(missing)}, which engine.offload_states() has moved to host memory: "
+            f"{what} needs {', '.join(missing)}, which engine.offload_states() moved to host memory: "
             "call engine.reload_states() on all ranks first"
         )

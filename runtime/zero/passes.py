@@ -98,8 +98,7 @@ class Pass:
         running = any(_is_above(self._caller, frame) for frame in sys._current_frames().values())
         if running and self._one_thread:
             raise RuntimeError(
-                "this model is being called by another thread: at stage 3, where parameters come and go, "
-                "only one thread at a time can use it"
+                "another thread is calling this model: at stage 3, only one thread at a time can use a model"
             )
         return not running
 

@@ -77,7 +77,7 @@ def in_backward() -> bool:
 def adopt(parameter: nn.Parameter, unit: Owner) -> None:
     """Record which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
     if owner(parameter) is not None:
-        raise ValueError("these parameters already belong to an engine: call engine.destroy() on it first")
+        raise ValueError("these parameters already belong to an engine: call its destroy() first")
     _allow_aliases()
     _owners[id(parameter)] = unit
 
@@ -172,8 +172,8 @@ class ManagedParameter(nn.Parameter):
         if unit is not None and unit.trainable:
             if value is not None:
                 raise ParameterError(
-                    f"{name_of(self)}.grad cannot be assigned: gradients belong to the engine. Between "
-                    "engine.backward and engine.step use zlaunch.safe_set_full_grad(parameter, value)"
+                    f"{name_of(self)}.grad cannot be assigned: the engine owns gradients. Between "
+                    "engine.backward and engine.step, use zlaunch.safe_set_full_grad(parameter, value)"
                 )
             unit.forget_gradient(self)
         GRAD.__set__(self, value)
@@ -207,10 +207,10 @@ class ManagedParameter(nn.Parameter):
             return  # computed from the shapes of empty placeholders, as transformers pads a tied layer's bias
         if not same or present.data_ptr() != value.data_ptr() or present.stride() != value.stride():
             raise ParameterError(
-                f"{name_of(self)}.data cannot be replaced: the parameter lies in the engine's memory. Write "
-                "into it: `with torch.no_grad(): parameter.copy_(values)`, at stage 3 inside `with "
-                "zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):`. To put the former values "
-                "back later, keep a clone of them"
+                f"{name_of(self)}.data cannot be replaced: the engine owns the parameter's memory. Write in "
+                "place: `with torch.no_grad(): parameter.copy_(values)`, at stage 3 inside `with "
+                "zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):`. To restore old values "
+                "later, clone them"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -223,10 +223,10 @@ class ManagedParameter(nn.Parameter):
 
 def _hidden(name: str) -> None:
     text = (
-        f"{name}.grad is not here: the engine has taken the gradient. To clip, set gradient_clipping in the "
-        "config; the norm is engine.get_global_grad_norm() after the step; to read or change gradients "
-        "before it, zlaunch.safe_get_full_grad(parameter) and zlaunch.safe_set_full_grad(parameter, value) "
-        "(not with step_in_backward, which uses a gradient at once)"
+        f"{name}.grad is not available: the engine owns gradients. To clip, set gradient_clipping in the "
+        "config. For the norm, call engine.get_global_grad_norm() after the step. To read or change "
+        "gradients before the step, use zlaunch.safe_get_full_grad(parameter) and "
+        "zlaunch.safe_set_full_grad(parameter, value) (not with step_in_backward)"
     )
     _object(text)
 
@@ -234,8 +234,8 @@ def _hidden(name: str) -> None:
 def complain(name: str) -> None:
     """Raise ParameterError, or warn if ``settings`` are lenient: a change of a gathered parameter is lost."""
     text = (
-        f"{name} was changed in place while it was gathered (ZeRO stage 3), and the change is lost: use "
-        "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside of the forward pass"
+        f"{name} was changed in place while gathered (ZeRO stage 3), and the change is lost: use "
+        "`with zlaunch.zero.GatheredParameters([parameter], modifier_rank=0):` outside the forward pass"
     )
     _object(text)
 
@@ -243,7 +243,7 @@ def complain(name: str) -> None:
 def complain_of_move(device: torch.device, other: torch.device) -> None:
     """Raise ParameterError, or warn if ``settings`` are lenient: a model stays where its engine has it."""
     _object(
-        f"this model belongs to a zlaunch engine and stays on {device}, it is not moved to {other}: move it "
+        f"this model belongs to a zlaunch engine and stays on {device}, not {other}: move it "
         "before zlaunch.initialize or after engine.destroy()"
     )
 
@@ -302,14 +302,13 @@ class ShardedParameter(ManagedParameter):
         if unit is not None and unit.provisional and unit.on_demand is not None and unit.on_demand(unit):
             return ManagedParameter.__deepcopy__(self, memo)
         raise ParameterError(
-            "a model whose parameters are sharded (ZeRO stage 3) cannot be copied: "
-            "copy it before zlaunch.initialize, or rebuild it from engine.module.state_dict(), called on "
-            "all ranks"
+            "a model with sharded parameters (ZeRO stage 3) cannot be copied: copy it before "
+            "zlaunch.initialize, or rebuild it from engine.module.state_dict(), called on all ranks"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
-            "a parameter that is sharded (ZeRO stage 3) cannot be pickled: "
+            "a sharded parameter (ZeRO stage 3) cannot be pickled: "
             "save engine.module.state_dict(), called on all ranks, or use engine.save_16bit_model(dir)"
         )
 

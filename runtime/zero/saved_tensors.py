@@ -52,9 +52,8 @@ class _Place:
         if unit.generation != self._generation:
             name = unit.names[self._parameter]
             raise RuntimeError(
-                f"a backward pass needs the value that {name} had in its forward pass, but it has been "
-                "changed by an optimizer step, by loading, by unfreezing parameters, or by engine.destroy() "
-                "since: call backward first"
+                f"the backward pass needs the value of {name} from its forward pass, but an optimizer step, "
+                "a load, unfreezing or engine.destroy() has changed it: call backward before these"
             )
         unit.wait_unsharded(rounded=True)
         # by way of the parameter, whose version counter a step moves and a gather does not
@@ -228,8 +227,8 @@ def explained(error: BaseException) -> UnsupportedError | None:
         return None
     return UnsupportedError(
         "torch.func transforms (grad, vjp, jacrev, hessian) inside the forward pass of a stage 3 model need "
-        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0, with which sharded parameters stay whole "
-        "from their first use to the end of the backward pass"
+        "the environment variable ZLAUNCH_SAVED_TENSOR_HOOKS=0. Sharded parameters then stay unsharded from "
+        "first use to the end of the backward pass"
     )
 
 

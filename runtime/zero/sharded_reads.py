@@ -19,7 +19,7 @@ _SETTERS = (torch.Tensor.data.__set__,)  # type: ignore[attr-defined]
 def remedy(name: str) -> str:
     """Return what an error says of a sharded parameter, and what to do, beginning with its name."""
     return (
-        f"{name} is sharded (ZeRO stage 3) and its values are not here. Use it inside the model's forward, "
+        f"{name} is sharded (ZeRO stage 3), so its values are not available. Use it in the model's forward, "
         "or inside `with zlaunch.zero.GatheredParameters([parameter]):` on all ranks (modifier_rank=0 to "
         "change it)"
     )
@@ -70,7 +70,7 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     Raises ParameterError otherwise, which says what to do instead.
     """
     if func in _SETTERS:
-        raise ParameterError(f"its data cannot be replaced: {remedy(name)}")
+        raise ParameterError(f"cannot replace its data: {remedy(name)}")
     given = list(tensors_in([args, kwargs]))
     with torch._C.DisableTorchFunctionSubclass():
         hollow = {_address(t) for t in given if _is_hollow(t)} - {0}
@@ -78,9 +78,9 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if tensor.requires_grad and not any(tensor is one for one in given):
-                raise ParameterError(f"a gradient cannot flow through it: {remedy(name)}")
+                raise ParameterError(f"cannot compute its gradient: {remedy(name)}")
             if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
-                raise ParameterError(f"there is no {tensor.dtype} that says so: {remedy(name)}")
+                raise ParameterError(f"cannot return {tensor.dtype} values: {remedy(name)}")
         if isinstance(result, numpy.ndarray):
             return result.copy()
         return _marked(result, hollow, name)

@@ -271,7 +271,7 @@ def test_a_cancelled_job_stays_cancelled(cluster: Testbed, tmp_path: Path) -> No
     wait_until(lambda: state() in ("CANCELLED", "PENDING", ""), state)
     wait_until(lambda: not cluster.processes(), lambda: f"{cluster.processes()}")
     said = (tmp_path / "out").read_text()
-    assert state() in ("CANCELLED", "COMPLETING", "") and "was cancelled: it is not" in said, (state(), said)
+    assert state() in ("CANCELLED", "COMPLETING", "") and "is not requeued" in said, (state(), said)
 
 
 def test_agents_say_what_only_they_know(cluster: Testbed, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_node_that_answers_late_is_named(cluster: Testbed, tmp_path: Path) -> 
     assert len(found["links"]) == 6
     for link in found["links"]:
         assert (link["latency_s"] > 0.02) == ("n2" in (link["source"], link["target"])), found["links"]
-    assert any(text.startswith("n2 answers late: ") for text in found["slow"]), found["slow"]
+    assert any(text.startswith("n2 has high latency: ") for text in found["slow"]), found["slow"]
 
 
 @pytest.mark.exhaustive

@@ -94,7 +94,7 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
     assert shell.say("cancel", last) == f"{last}: cancelled"
     wait_until(lambda: not jobs(), "it is cancelled")
     for arguments, text in (
-        (("submit", "--priority=1", "train.py"), "--priority goes with --queue local"),
+        (("submit", "--priority=1", "train.py"), "--priority needs --queue local"),
         (("submit", "--retries=1", "train.py"), "--max_restarts"),
         (("submit", "--after=x", "train.py"), "the id of a job"),
         (("submit", "--time=soon", "train.py"), "--time 'soon'"),

@@ -207,6 +207,6 @@ def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path)
             assert "ready at 0" in (tmp_path / "run." / "logs" / f"rank_{rank:05d}.log").read_text()
         text = (tmp_path / "run.1" / "logs" / "rank_00005.log").read_text()
         assert f"ready at {steps.removeprefix('global_step')}\n" in text
-        assert f"job {job} is put back into the queue" in (tmp_path / f"out.{job}").read_text()
+        assert f"requeueing job {job}" in (tmp_path / f"out.{job}").read_text()
     finally:
         cluster.cancel_jobs()

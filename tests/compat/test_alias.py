@@ -147,7 +147,7 @@ def test_names_that_are_not_here(tmp_path: Path) -> None:
         tmp_path,
     )
     for text in (
-        "InferenceEngine is not in zlaunch",
+        "InferenceEngine is not supported",
         "init_inference is not",
     ):
         assert text in said
@@ -163,7 +163,7 @@ def test_install_comes_too_late(tmp_path: Path, installed: Path) -> None:
         tmp_path,
         installed,
     )
-    assert "the installed one" in said and "deepspeed is imported already" in said
+    assert "the installed one" in said and "deepspeed is already imported" in said
     said = python("import transformers, zlaunch.compat.deepspeed as ds; ds.install()", tmp_path)
     assert "transformers was imported before" in said
 

@@ -68,7 +68,7 @@ def _script(section: dict[str, Any]) -> tuple[str, int]:
 
 def test_a_scripts_operations_are_logged() -> None:
     (said, count), (other, _) = run_workers(_script, 2, {})
-    assert "over least ms" in said and not other
+    assert "wait ms" in said and not other
     one, both = "3.91 KiB", "7.81 KiB"
     expected = {
         **{("all_reduce", one): 4, ("all_gather", both): 2, ("reduce_scatter", both): 1},

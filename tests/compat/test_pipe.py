@@ -338,7 +338,7 @@ def test_weights_of_types() -> None:
         (
             {"partition_method": "type:conv"},
             zlaunch.ParameterError,
-            "no layer has such a class; there are Linear",
+            "no layer class matches; the classes are Linear",
         ),
         ({"topology": PipeModelDataParallelTopology(2, 2, 1)}, NotInZlaunch, "axes pipe, model is not"),
         ({"topology": PipeDataParallelTopology(2, 1), "num_stages": 4}, zlaunch.ParameterError, "has 2"),
@@ -409,9 +409,9 @@ def test_what_an_engine_refuses() -> None:
                 r"eval_batch(return_logits=True)",
                 r"eval_batch(compute_loss=False)",
                 r"eval_batch(reduce_output='max')",
-                r"engine(...) is not available",
-                r"a pair of inputs and labels, not int",
-                r"goes with stages 0 and 1",
+                r"engine(...) is not supported",
+                r"a pair of inputs and labels, got int",
+                r"supports ZeRO stages 0 and 1",
             ],
             strict=True,
         ):

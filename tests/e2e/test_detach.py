@@ -135,10 +135,13 @@ def test_what_cannot_be_is_said(folder: Path) -> None:
         (folder / "runs" / name / "launcher.json").write_text(json.dumps(record))
     for text in ("2026", "aa"):
         said = zlaunch(folder, "wait", text)
-        assert said.returncode == 2 and "is the beginning of 2 runs" in said.stderr
+        assert said.returncode == 2 and "matches 2 runs" in said.stderr
     assert zlaunch(folder, "wait", "aab").returncode == 0
     said = zlaunch(folder, "attach", "aab")
-    assert said.returncode == 2 and "was not started with --detach: `zlaunch logs -f aab`" in said.stderr
+    assert (
+        said.returncode == 2
+        and "was not started with --detach: follow its output with `zlaunch logs -f aab`" in said.stderr
+    )
     said = zlaunch(folder, "wait", "zz")
     assert said.returncode == 2 and "no run 'zz'" in said.stderr
 

@@ -22,7 +22,7 @@ TRAIN = """
     if engine.global_rank == 0:
         print("my own line")
 """
-NOTICE = "gradient_clipping is not given"
+NOTICE = "gradient_clipping is not set"
 
 
 def trained(folder: Path, *flags: str, module: str = "zlaunch", **config: object) -> Launch:

@@ -188,7 +188,7 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "damaged" in command(capfd, "ls", copy)
     assert "is damaged" in command(capfd, "export", copy, tmp_path / "out", code=2)
     assert "no such folder" in command(capfd, "ls", tmp_path / "no", code=2)
-    assert "no checkpoint is there" in command(capfd, "show", tmp_path, code=2)
+    assert "no checkpoint found" in command(capfd, "show", tmp_path, code=2)
     assert "has no checkpoint 'x'" in command(capfd, "show", copy, "--tag", "x", code=2)
     assert "5 apples" in command(
         capfd, "export", saved, tmp_path / "out", "--max_shard_size", "5 apples", code=2
@@ -199,7 +199,7 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "--max_shard_size does not work with --format dcp" in said
     for own in (saved, saved / "global_step20"):
         said = command(capfd, "import", own, tmp_path / "again", code=2)
-        assert "is a checkpoint of zlaunch already: load it as it is" in said
+        assert "is already a zlaunch checkpoint: load it directly" in said
     deepspeed = Path(__file__).parents[1] / "data" / "deepspeed_checkpoints" / "stage2-2"
     assert "zlaunch checkpoint import" in command(capfd, "verify", deepspeed, code=2)
     assert "11 parameters, with exp_avg, exp_avg_sq" in command(capfd, "import", deepspeed, tmp_path / "ours")

@@ -193,7 +193,7 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
 
 
 def test_last_is_the_newest_run(tmp_path: Path) -> None:
-    assert "last: there are no runs in /" in zlaunch(tmp_path, "ps", "last").stderr
+    assert "last: no runs in /" in zlaunch(tmp_path, "ps", "last").stderr
     for name in ("older", "newer"):
         run(tmp_path, script="pass").run_dir.rename(tmp_path / name)
     (tmp_path / "runs").mkdir()

@@ -97,7 +97,7 @@ def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-REFUSAL = r"\.grad is not here"
+REFUSAL = r"\.grad is not available"
 
 
 @feature("hooks", "parameter_after_initialize")

@@ -152,7 +152,7 @@ def empty_group(side: Side) -> None:
     train(side, Stack(), groups=lambda m: [{"params": []}, {"params": m.parameters()}], optimizer=SGD)
 
 
-@feature("optimizers", "instance_with_earlier_steps", may_refuse="earlier steps")
+@feature("optimizers", "instance_with_earlier_steps", may_refuse="already has state")
 def earlier_steps(side: Side) -> None:
     net = Stack().double()
     optimizer = SGD(net.parameters())

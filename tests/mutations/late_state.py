@@ -35,7 +35,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/one_bit/local_steps.py",
-        'found_on = self._comm.all_reduce_scalars(counts, "looks for weights that the script has changed")',
+        'found_on = self._comm.all_reduce_scalars(counts, "checks for weights that the script changed")',
         "found_on = counts",
         "one rank alone refuses a write amid local steps",
         ("tests/runtime/collective_step/test_refusals.py",),

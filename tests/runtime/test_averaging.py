@@ -104,7 +104,7 @@ def test_prescaling_leaves_what_a_rank_keeps() -> None:
         assert without.equal(prescaled), "two is a power of two: dividing by it rounds nothing"
 
 
-SAME = "the losses of all 2 data-parallel ranks were equal in every digit for 3 steps"
+SAME = "the losses of all 2 data-parallel ranks were identical for 3 steps"
 
 
 def _train_on(kind: str) -> str:

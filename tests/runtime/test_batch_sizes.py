@@ -29,10 +29,10 @@ def _train_with_changes(stage: int) -> list[Any]:
     worst = max(relative_error(value, wanted[name]) for name, value in engine.module.state_dict().items())
     engine.set_batch(12, 3, 2)
     engine.backward(loss_of(engine, data[0][:3]))
-    with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of them"):
+    with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of its micro-batches"):
         engine.set_batch(18, 3, 3)  # before the step() that counts the pass
     engine.step()
-    with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of them"):
+    with pytest.raises(RuntimeError, match="cannot change from 2 to 3 after 1 of its micro-batches"):
         engine.set_batch(18, 3, 3)
     engine.backward(loss_of(engine, data[0][:3]))
     engine.step_observers.append(_raise)

@@ -79,7 +79,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_a_stream_that_every_rank_would_read_whole_is_refused() -> None:
-    with pytest.raises(ParameterError, match="Stream is an IterableDataset, of which each of the 2 ranks"):
+    with pytest.raises(ParameterError, match="Stream is an IterableDataset, so each of the 2 ranks"):
         EngineLoader(Stream(), batch_size=2, rank=0, world_size=2)
 
 

@@ -115,4 +115,4 @@ def test_another_batch_is_found_before_the_step_in_any_pass() -> None:
         for axis, (first, equal, last) in found.items():
             assert equal == "", axis
             for said in (first, last):
-                assert "ranks 0" in said and "were given different batches" in said, (axis, said)
+                assert "ranks 0" in said and "got different batches" in said, (axis, said)

@@ -68,7 +68,7 @@ def _errors() -> dict[str, float]:
         assert engine.global_samples == sum(COUNTS) * 2 * MICRO
         # DeepSpeed's engine tells it only while step() runs
         assert engine.is_gradient_accumulation_boundary() is (call is zlaunch.initialize)
-        with pytest.raises(RuntimeError, match=r"is false: every engine\.step\(\) is a boundary"):
+        with pytest.raises(RuntimeError, match=r"is false, so every engine\.step\(\) is a boundary"):
             engine.set_gradient_accumulation_boundary(True)
         with pytest.raises(RuntimeError, match="without a backward pass"):
             engine.step()
@@ -110,6 +110,6 @@ def _count_by_hand() -> tuple[str, int, str, int]:
 
 def test_a_script_that_counts_beside_the_engine_is_told_once() -> None:
     (first, steps, second, right), (other, *_) = run_workers(_count_by_hand, 2)
-    said = "engine.step() came after 2 backward passes and only counts as one of the 2 micro-batches"
+    said = "engine.step() after 2 backward passes counts as one micro-batch of 2"
     assert (first.count(said), steps) == (1, 1) and said not in other
     assert (said not in second, right) == (True, 3)

@@ -30,7 +30,7 @@ def attach(run: str, lines: int) -> int:
     path = found.path / CONSOLE_LOG
     if not path.exists():
         raise click.UsageError(
-            f"{run} was not started with --detach: `zlaunch logs -f {run}` shows what its ranks print"
+            f"{run} was not started with --detach: follow its output with `zlaunch logs -f {run}`"
         )
     try:
         with open(path, "rb") as file:

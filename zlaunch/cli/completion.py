@@ -54,7 +54,7 @@ def complete(instruction: str) -> int:
     kind = get_completion_class(name) if name in _SHELLS else None
     if kind is None or wanted not in ("source", "complete"):
         raise click.UsageError(
-            f"no completion {instruction!r}, there is bash_source, zsh_source, fish_source"
+            f"unknown completion {instruction!r}; use bash_source, zsh_source or fish_source"
         )
     shell = kind(run, {}, "zlaunch", "_ZLAUNCH_COMPLETE")
     if wanted == "source":

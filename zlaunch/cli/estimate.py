@@ -144,7 +144,7 @@ def estimate(
     if model is not None and _is_number(model):
         raise click.UsageError(f"{model!r} is a number of parameters: use --params {model}")
     if sum(given is not None for given in (model, hf_config, params)) != 1:
-        raise click.UsageError("give one of MODEL, --hf_config and --params, such as --params 7B")
+        raise click.UsageError("pass MODEL, --hf_config or --params, such as --params 7B")
     for name, value, needs in (
         *(("--hidden", hidden, params), ("--layers", layers, params), ("--vocab", vocab, params)),
         ("--input", shape, model),
@@ -284,7 +284,7 @@ def estimate(
                 also += "--master_weights for it"
             raise click.ClickException(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
-                f"take more GPUs, a smaller --micro_batch or --seq{also}"
+                f"use more GPUs, a smaller --micro_batch or --seq{also}"
             )
         click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept))
         return

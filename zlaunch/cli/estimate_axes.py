@@ -41,12 +41,14 @@ def given_axes(
     given = [name for name, size in sizes.items() if size > 1]
     product = math.prod(sizes.values())
     if given and simulate:
-        raise click.UsageError(f"--simulate does not know what {given[0]} sends: leave one of them out")
+        raise click.UsageError(
+            f"--simulate does not model the communication of {given[0]}: remove one of the two"
+        )
     if seq % sequence:
         raise click.UsageError(f"--seq {seq} cannot be divided by --sequence {sequence}")
     if sequence > 1 and has_input:
         raise click.UsageError(
-            "--sequence cannot be combined with --input: give --input one rank's share of a sequence"
+            "--sequence cannot be combined with --input: pass one rank's share of the sequence in --input"
         )
     if world_size % product:
         shown = ", ".join(f"{name} {sizes[name]}" for name in given)

@@ -24,7 +24,7 @@ def check_plot(path: str) -> None:
     suffix = Path(path).suffix
     if suffix[1:].lower() not in kinds:
         raise click.UsageError(
-            f"--plot {path}: unknown suffix {suffix!r}; there is {', '.join(sorted(kinds))}"
+            f"--plot {path}: unknown suffix {suffix!r}; use one of {', '.join(sorted(kinds))}"
         )
     if not Path(path).parent.is_dir():
         raise click.UsageError(f"--plot {path}: no such folder")

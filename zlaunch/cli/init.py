@@ -140,8 +140,8 @@ def _config(numel: float, nodes: int, count: int, gpu_mem: float, seq: int, batc
         lines = (
             samples,
             '  "train_micro_batch_size_per_gpu": 1,  // larger is faster, as long as it fits',
-            '  "bf16": {"enabled": true},  // half the memory and traffic of parameters',
-            '  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // the learning rate is yours',
+            '  "bf16": {"enabled": true},  // halves parameter memory and traffic',
+            '  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},  // set your learning rate',
             '  "zero_optimization": {"stage": 2}  // shard optimizer states and gradients\n}',
         )
         return "\n".join(lines), "stage 2; `zlaunch estimate` finds what fits once you know the size"

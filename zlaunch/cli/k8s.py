@@ -95,7 +95,7 @@ def script(
         manifest = train_job(job, runtime=runtime or "torch-distributed")
     else:
         if runtime is not None:
-            raise LaunchError("--runtime: a JobSet has none; use --kind trainjob")
+            raise LaunchError("--runtime needs --kind trainjob; a JobSet has no runtime")
         pairs = dict(_pair(each, ":", "--mount", "CLAIM:PATH") for each in mounts)
         manifest = job_set(job, restarts=restarts, shm=shm, mounts=pairs)
     click.echo(yaml.safe_dump(manifest, sort_keys=False), nl=False)

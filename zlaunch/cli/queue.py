@@ -157,10 +157,10 @@ def _find(store: Store, texts: Sequence[str]) -> list[Job]:
             found.append(job)
             continue
         if text.isdecimal() and not text.startswith("20"):
-            raise LaunchError(f"there is no job {text}: zlaunch queue --all")
+            raise LaunchError(f"there is no job {text}: `zlaunch queue --all` lists the jobs")
         known = store.of_run(settle(find_run(meant(text))).path)
         if known is None:
-            raise LaunchError(f"{text} is not a run of the queue: zlaunch stop {text}")
+            raise LaunchError(f"{text} was not started by the queue: stop it with `zlaunch stop {text}`")
         found.append(known)
     return found
 

@@ -137,7 +137,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     if given["detach"] and (allocation is not None or given["pod"]):
         raise click.UsageError(f"--detach: {_ENDS_WITH_JOB}")
     if given["requeue"] and allocation is None:
-        raise click.UsageError("--requeue: this is not inside a SLURM job")
+        raise click.UsageError("--requeue works only inside a SLURM job")
     if given["run_dir"] is None:
         folder = kind.default_run_dir(options.run_id, allocation)
         options = replace(options, run_dir=str(folder.absolute()))

@@ -52,7 +52,7 @@ def _living(text: str, command: str) -> FoundRun:
     run = settle(find_run(text))
     known = run.record
     if run.state == "queued":
-        raise click.UsageError(f"{text} waits in the queue: zlaunch cancel {text} takes it out")
+        raise click.UsageError(f"{text} is waiting in the queue: remove it with `zlaunch cancel {text}`")
     if known.ended is not None:
         code = f"code {known.exit_code}" + (f" ({known.end.words})" if known.end is not None else "")
         raise click.UsageError(f"{text} has already ended, at {_moment(known.ended)}, {code}")
@@ -241,10 +241,10 @@ def stacks(run: str, chosen: str | None) -> int:
     run = meant(run)
     found = _living(run, "stacks")
     if not run_record.read_json(found.path / "plan.json").get("python", True):
-        raise click.UsageError(f"{run} runs a program with --no_python: it has no Python stacks")
+        raise click.UsageError(f"{run} was started with --no_python: the program has no Python stacks")
     ranks = {rank.rank: rank for rank in read_ranks(found)}
     if not ranks:
-        raise click.UsageError(f"no worker of {run} has been started yet")
+        raise click.UsageError(f"{run} has not started a worker yet")
     wanted = _chosen_ranks(chosen, ranks) if chosen is not None else [r.rank for r in alive(ranks.values())]
     logs = {rank: log_path(found.path, rank) for rank in wanted}
     before = _sizes(logs)

@@ -93,7 +93,7 @@ def read_line(
 ) -> Asked:
     """Take a parsed command line of `submit`. Raises click.UsageError."""
     if "SLURM_JOB_ID" in os.environ:
-        raise click.UsageError("this is inside a SLURM job: its nodes are given already")
+        raise click.UsageError("this is already inside a SLURM job: run `zlaunch SCRIPT` on its nodes")
     chosen = choose_queue(queue, uses_hosts=any(given[name] for name in ("hostfile", "include", "exclude")))
     about = {name: given[name] for name in _ABOUT}
     if chosen == "local" and about["sbatch"]:
@@ -155,7 +155,9 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
 
     _, command, options, given, about = asked
     if given["requeue"]:
-        raise click.UsageError("--requeue: SLURM's; here --preemptible and --retries queue a run again")
+        raise click.UsageError(
+            "--requeue needs --queue slurm; zlaunch's queue has --preemptible and --retries"
+        )
     known = Store(queue_folder())
     after = tuple(
         found.submission.run_dir
@@ -196,7 +198,9 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         lock = make_run_dir(path)
         assert lock is not None
         if (path / "launcher.json").exists():
-            raise click.UsageError(f"--run_dir {given['run_dir']}: there has been a run in it: take another")
+            raise click.UsageError(
+                f"--run_dir {given['run_dir']}: the folder already contains a run: use another one"
+            )
         nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
         run_record.queued(str(path), o.run_id, nodes, workers, shown)
         (path / CONSOLE_LOG).touch()
@@ -265,13 +269,13 @@ def batch_of(asked: Asked) -> BatchScript:
         ("retries", "--max_restarts N tries again within the job"),
     ):
         if about[name]:
-            raise click.UsageError(f"--{name} goes with --queue local: {instead}")
+            raise click.UsageError(f"--{name} needs --queue local: {instead}")
     for name in ("include", "exclude", "hostfile"):
         if given[name]:
-            raise click.UsageError(f"--{name} goes with --queue local: SLURM chooses the nodes")
+            raise click.UsageError(f"--{name} needs --queue local: SLURM chooses the nodes")
     for run in about["after"]:
         if not run.isdecimal():
-            raise click.UsageError(f"--after {run}: with --queue slurm it takes the id of a job")
+            raise click.UsageError(f"--after {run}: --queue slurm needs a SLURM job ID")
     check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
     count, nodes = given["num_gpus"], given["num_nodes"] or 1
     # Warnings are rank 0's to say.

@@ -45,13 +45,15 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     from zlaunch.sweep.trials import digits_of, hold, open_trials
 
     if file.startswith("-"):
-        raise click.UsageError(f"put the parameter file before the options of its runs, not {file}")
+        raise click.UsageError(f"expected the parameter file before the launch options, got {file}")
     asked = _asked(command)
     space = read_space(Path(file))
     where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
     config = _config_of(asked, space)
     if at_once is not None and asked.queue != "slurm":
-        raise click.UsageError("--at_once: SLURM's; here a hostfile with `localhost slots=N` is the limit")
+        raise click.UsageError(
+            "--at_once needs --queue slurm; elsewhere, a hostfile with `localhost slots=N` limits trials"
+        )
     hold(where)
     queue: TrialQueue
     if asked.queue == "slurm":
@@ -80,7 +82,7 @@ def _asked(words: Sequence[str]) -> Asked:
     if not asked.command:
         raise click.UsageError("no script given; see zlaunch sweep --help")
     if asked.given["run_dir"] is not None:
-        raise click.UsageError("--run_dir cannot be used with sweep: --dir DIR, before FILE")
+        raise click.UsageError("--run_dir cannot be used with sweep: put --dir DIR before FILE")
     return asked
 
 
@@ -94,8 +96,8 @@ def _config_of(asked: Asked, space: SweepSpace) -> str | None:
     configs = {value for _, value, _ in config_arguments(asked.command[1:])}
     if len(configs) != 1:
         raise click.UsageError(
-            f"parameter {keys[0]} is a config key, and {asked.command[0]} has to be given one: "
-            "--config, --deepspeed_config or --deepspeed FILE, a name that ends in .json, .yaml or .yml"
+            f"parameter {keys[0]} is a config key, but {asked.command[0]} gets no config: pass "
+            "--config, --deepspeed_config or --deepspeed with a .json, .yaml or .yml file"
         )
     return configs.pop()
 

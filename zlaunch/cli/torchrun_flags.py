@@ -279,8 +279,8 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) ->
         nodes = None
     elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts:
         raise click.UsageError(
-            f"--nnodes {nodes}: say on every node which one it is, --node_rank R with --master_addr or "
-            "--rdzv_endpoint, or name them all with --hostfile"
+            f"--nnodes {nodes}: start each node with --node_rank R and --master_addr or "
+            "--rdzv_endpoint, or list all hosts with --hostfile"
         )
     if rank is not None and hostfile is None:
         if nodes is None:

@@ -143,8 +143,8 @@ def _alone(param: Tensor) -> _Parameter:
     found = _needed(param)
     if has_groups(found.unit.comm.link):
         raise UnsupportedError(
-            "a rank's part cannot be set where groups of ranks keep copies of it (shard_group, "
-            "mics_shard_size, zero_hpz_partition_size): use safe_set_full_fp32_param or its like on all ranks"
+            "a local shard cannot be set when shards are replicated (shard_group, mics_shard_size, "
+            "zero_hpz_partition_size): call safe_set_full_... on all ranks"
         )
     return found
 
@@ -206,16 +206,15 @@ class _Parameter:
         store = self.unit.store
         if isinstance(self.unit.gradients, SteppingReducer):
             raise UnsupportedError(
-                f"the gradient of {self.unit.names[self.index]} cannot be read or set: with "
-                "zero_optimization.step_in_backward it is used, and its memory given back, inside the "
-                "backward pass"
+                f"the gradient of {self.unit.names[self.index]} cannot be read or set: "
+                "zero_optimization.step_in_backward uses and frees it inside the backward pass"
             )
         if store is None or not store.has_grad:
             return None
         if isinstance(self.unit.gradients, GradientReducer) and self.unit.gradients.local:
             raise UnsupportedError(
-                f"the gradient of {self.unit.names[self.index]} cannot be read or set: ranks exchange "
-                "signs now, and each has its own gradients, whose average exists nowhere"
+                f"the gradient of {self.unit.names[self.index]} cannot be read or set: in compressed "
+                "steps each rank has its own gradients, and no rank has their average"
             )
         low, high = self.own_range
         start = self.slot.offset + low - self.unit.start
@@ -268,8 +267,8 @@ class _Parameter:
         low, high = self.own_range
         if value.numel() != high - low:
             raise ValueError(
-                f"this rank updates {high - low} elements of {self.unit.names[self.index]}, the given tensor "
-                f"has {value.numel()}"
+                f"this rank updates {high - low} elements of {self.unit.names[self.index]}, but the "
+                f"given tensor has {value.numel()}"
             )
         full = torch.zeros(self.slot.numel, dtype=value.dtype, device=value.device)
         full[low:high] = value.detach().reshape(-1)
@@ -290,7 +289,7 @@ class _Parameter:
         kept = {name for part in self.step.slices for name, _ in describe(part, state, "").tensors}
         if key not in kept and not self.starts_with_zeros(key):
             known = ", ".join(sorted(kept)) or "nothing before its first step"
-            raise KeyError(f"the optimizer keeps no {key!r} for each element: it keeps {known}")
+            raise KeyError(f"the optimizer has no per-element state {key!r}: its states are {known}")
         names = _ADAM if self.is_adam else (key,)
         counter = (("step", ("F32", 0.0)),) if self.is_adam else ()
         fresh = Description(tuple((name, AS_MASTER) for name in names), counter)

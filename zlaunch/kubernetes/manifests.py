@@ -46,8 +46,8 @@ class KubernetesJob:
         for option, text in (("name", self.name), ("namespace", self.namespace)):
             if text is not None and not (_LABEL.fullmatch(text) and len(text) <= _LONGEST_NAME):
                 raise LaunchError(
-                    f"--{option} {text!r}: Kubernetes takes small letters, digits and -, a letter first, and "
-                    f"here at most {_LONGEST_NAME} of them"
+                    f"--{option} {text!r}: use at most {_LONGEST_NAME} lower-case letters, digits and -, "
+                    "starting with a letter"
                 )
         for option, text in (("cpus", self.cpus), ("memory", self.memory)):
             _check_amount(option, text)
@@ -89,7 +89,7 @@ def job_set(
     mounted = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, (claim, path) in enumerate((mounts or {}).items()):
         if not path.startswith("/"):
-            raise LaunchError(f"--mount {claim}:{path}: the path has to begin with /")
+            raise LaunchError(f"--mount {claim}:{path}: the path must start with /")
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounted.append({"name": f"volume-{number}", "mountPath": path})
     place: list[dict[str, Any]] = [

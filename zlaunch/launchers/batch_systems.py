@@ -64,15 +64,15 @@ def _flux_hosts() -> list[str]:
         why = f"no answer for {_FLUX_TIMEOUT_S:.0f} s"
     except (OSError, HostListError) as error:
         why = str(error)
-    raise LaunchError(f"`{' '.join(command)}`: {why}; give a --hostfile, or --launcher local") from None
+    raise LaunchError(f"`{' '.join(command)}`: {why}; use --hostfile, or --launcher local") from None
 
 
 def _job(system: str, number: str | None, hosts: Iterable[str]) -> BatchJob | None:
     found = tuple(dict.fromkeys(hosts))
     if bad := [host for host in found if not is_host(host)]:
         raise LaunchError(
-            f"{system} says that {short(bad[0])} is a host of this job, which is not a host name; give a "
-            "--hostfile, or --launcher local"
+            f"{system} lists {short(bad[0])} as a host of this job, which is not a valid host name: "
+            "use --hostfile, or --launcher local"
         )
     return BatchJob(f"{system} job{f' {number}' if number else ''}", found) if found else None
 
@@ -84,5 +84,5 @@ def _first_words(path: str, variable: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise LaunchError(
-            f"{variable} is {path}, which cannot be read: {why}; give a --hostfile, or --launcher local"
+            f"{variable} is {path}, which cannot be read: {why}; use --hostfile, or --launcher local"
         ) from None

@@ -35,7 +35,7 @@ class ManualLauncher(ThisNodeLauncher):
             raise LaunchError(f"--node_rank {rank}: there are {len(slots)} nodes, 0 to {len(slots) - 1}")
         (host, own), tokens = slots[rank], discover(os.environ).tokens
         if tokens and own[-1] >= len(tokens):
-            raise LaunchError(f"slot {own[-1]} was asked for, but this node has {len(tokens)} GPU(s)")
+            raise LaunchError(f"slot {own[-1]} does not exist: this node has {len(tokens)} GPU(s)")
         env = o.worker_env
         if o.iface:
             env |= {"GLOO_SOCKET_IFNAME": o.iface, "NCCL_SOCKET_IFNAME": o.iface}
@@ -59,5 +59,5 @@ class ManualLauncher(ThisNodeLauncher):
             return [(f"node{index}", tuple(range(count))) for index in range(o.num_nodes)]
         chosen = HostSelection(o, grammar.read(o.hostfile)).chosen
         if chosen is None:
-            raise LaunchError(f"--no_ssh: {o.hostfile} must say slots=N for every host")
+            raise LaunchError(f"--no_ssh: {o.hostfile} needs slots=N for every host")
         return list(chosen.items())

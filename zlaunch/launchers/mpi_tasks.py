@@ -45,8 +45,8 @@ def check_alone(task: MpiTask) -> None:
     """Refuse tasks that share a node. Raises LaunchError."""
     if not task.is_one_a_node:
         raise LaunchError(
-            f"{task.starter} has started zlaunch {task.size} times, more than once on a node, where zlaunch "
-            f"starts the workers itself: {task.once_a_node}; or --launcher local, to train {task.size} times"
+            f"{task.starter} started zlaunch {task.size} times, more than once per node, but zlaunch starts "
+            f"the workers itself: {task.once_a_node}; or use --launcher local for {task.size} separate runs"
         )
 
 

@@ -99,8 +99,8 @@ def _of_mpi(environ: Mapping[str, str], master_addr: str | None) -> Pod | None:
     address = master_addr or environ.get("MASTER_ADDR")
     if not address:
         raise LaunchError(
-            f"{task.starter} says that this is node {task.rank} of {task.size}, but not where node 0 is: "
-            "set MASTER_ADDR to its name or address, for all nodes, or give --master_addr"
+            f"{task.starter} gives no address of node 0 (this is node {task.rank} of {task.size}): "
+            "set MASTER_ADDR on every node, or pass --master_addr"
         )
     return Pod(task.rank, task.size, None, address, _number(environ, "MASTER_PORT", 0))
 

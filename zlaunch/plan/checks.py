@@ -90,7 +90,7 @@ def check_module(name: str) -> None:
     """Check that the module's top-level package can be found; nothing of it is imported."""
     top = name.partition(".")[0]
     if name.endswith(".py") and Path(name).is_file():
-        raise LaunchError(f"{name!r} is a file, and -m takes the name of a module: leave out -m")
+        raise LaunchError(f"{name!r} is a file, but -m needs a module name: remove -m")
     if _find(top) is None:
         raise LaunchError(f"no module named {top!r}")
 
@@ -206,7 +206,7 @@ def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
         return None
     ranks = parse_ranks("--log_ranks", text, "all, or 0,2-3")
     if world_size is not None and ranks[-1] >= world_size:
-        raise LaunchError(f"--log_ranks {text!r}: there is no rank {ranks[-1]} among {world_size} worker(s)")
+        raise LaunchError(f"--log_ranks {text!r}: there is no rank {ranks[-1]}; the last is {world_size - 1}")
     return ranks
 
 
@@ -221,7 +221,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
             raise LaunchError(f"{option}: {token!r}: no machine has that many cores")
         cores += numbers
     if len(set(cores)) < len(cores):
-        raise LaunchError(f"{option}: a core is named twice")
+        raise LaunchError(f"{option}: a core appears twice")
     return tuple(cores)
 
 
@@ -260,7 +260,7 @@ def _check_config(
             raise LaunchError(f"{option}: {error}{_config_near(path)}") from None
     except ConfigError as error:
         if ours:
-            raise LaunchError(f"{path} is not a good config:\n{error}") from None
+            raise LaunchError(f"{path} is not a valid config:\n{error}") from None
     else:
         return loaded.warnings if ours else ()
     return ()

@@ -69,7 +69,7 @@ def requested_env(
         if key in OWN:
             raise EnvError(f"--env {key}: zlaunch sets this variable for every worker")
         if not equals and key not in environ:
-            raise EnvError(f"--env {key}: it is not set here; write --env {key}=VALUE")
+            raise EnvError(f"--env {key}: not set in this environment; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]
     return chosen
 

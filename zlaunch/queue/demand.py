@@ -26,7 +26,7 @@ def find_demand(launcher: Launcher) -> tuple[Demand, dict[str, str]]:
     if isinstance(launcher, ClusterLauncher):
         return _demand_of_hosts(launcher)
     raise LaunchError(
-        f"a queued run goes to this machine or to the hosts of a hostfile, not by {launcher.name}"
+        f"the queue runs jobs on this machine or on hosts of a hostfile, not by --launcher {launcher.name}"
     )
 
 
@@ -34,8 +34,8 @@ def _demand_here(launcher: LocalLauncher) -> Demand:
     o, devices = launcher.options, discover(os.environ)
     if devices.tokens and devices.tokens != discover({}).tokens:
         raise LaunchError(
-            f"CUDA_VISIBLE_DEVICES={devices.visible} hides GPUs, and the queue gives them by number: "
-            "unset it, and choose with --include localhost:N"
+            f"CUDA_VISIBLE_DEVICES={devices.visible} hides GPUs, but the queue assigns GPUs by index: "
+            "unset it, and choose GPUs with --include localhost:N"
         )
     count = len(devices.tokens) or len(os.sched_getaffinity(0))
     if max(launcher.slots) >= count:
@@ -43,8 +43,8 @@ def _demand_here(launcher: LocalLauncher) -> Demand:
         asked = f"slot {max(launcher.slots)} was" if named else f"{len(launcher.slots)} slots were"
         asked += " asked for"
         raise LaunchError(
-            f"{asked}, but this machine has {count}, one a core: "
-            "a --hostfile with the line `localhost slots=N` says otherwise"
+            f"{asked}, but this machine has {count}, one per core: "
+            "for more, use a --hostfile with the line `localhost slots=N`"
         )
     if o.include is not None or o.exclude is not None:
         return Demand({_HERE: launcher.slots}, 1, None)
@@ -56,7 +56,7 @@ def _demand_of_hosts(launcher: ClusterLauncher) -> tuple[Demand, dict[str, str]]
     everything = HostSelection(replace(o, num_gpus=None, num_nodes=None), launcher.entries())
     if everything.chosen is None:
         unknown = ", ".join(host for host, entry in everything.entries.items() if entry.slots is None)
-        raise LaunchError(f"the queue has to know how many slots there are: write slots=N behind {unknown}")
+        raise LaunchError(f"the queue needs the number of slots: write slots=N after {unknown}")
     names: dict[str, str] = {}
     for host in everything.chosen:
         name = _HERE if host in own_names() else host

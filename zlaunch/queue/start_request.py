@@ -52,7 +52,7 @@ class StartRequest:
             protocol, daemon = about["protocol"], str(about["daemon"])
         except (ValueError, TypeError, KeyError):
             raise LaunchError(
-                f"the queue's daemon is of an older zlaunch and cannot start a job of zlaunch {__version__}: "
+                f"the queue's daemon runs an older zlaunch and cannot start jobs of zlaunch {__version__}: "
                 "wait until its jobs have ended, then submit again"
             ) from None
         if protocol != PROTOCOL:

@@ -375,8 +375,8 @@ def _prepare(base: sqlite3.Connection, path: Path) -> None:
     layout = base.execute("PRAGMA user_version").fetchone()[0]
     if layout > _LAYOUT:
         raise LaunchError(
-            f"the queue's file {path} is of a newer zlaunch (layout {layout}, this one knows {_LAYOUT}): "
-            "use that zlaunch, or another queue with XDG_STATE_HOME=DIR"
+            f"the queue's file {path} is from a newer zlaunch (layout {layout}, this one reads {_LAYOUT}): "
+            "use that version, or another queue with XDG_STATE_HOME=DIR"
         )
     if layout < _LAYOUT:
         base.execute("BEGIN IMMEDIATE")
@@ -426,7 +426,7 @@ def _environ(row: sqlite3.Row | None) -> dict[str, str]:
         content = json.loads(row["environ"] if row is not None else "null")
         return {str(name): str(value) for name, value in content.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise LaunchError("the environment of its submission cannot be read: submit it again") from None
+        raise LaunchError("its saved environment cannot be read: submit it again") from None
 
 
 def _unchanged(job: Job) -> tuple[str, tuple[int | str, ...]]:
@@ -477,7 +477,7 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
 
 def _read_submission(row: sqlite3.Row, text: object) -> Submission:
     if row["schema"] not in (1, _SCHEMA):
-        raise _UnreadableRowError(f"format {row['schema']}, and this is zlaunch {__version__}")
+        raise _UnreadableRowError(f"its format is {row['schema']}, which zlaunch {__version__} cannot read")
     try:
         known = json.loads(text)  # type: ignore[arg-type]  # a damaged row may hold anything
         for name, value in known.items():

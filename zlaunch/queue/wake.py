@@ -124,8 +124,8 @@ def check_daemon(folder: Path) -> bool:
         raise LaunchError(f"the queue's folder {folder}: {error.strerror}") from None
     if "ZLAUNCH_RUN_ID" in os.environ:
         raise LaunchError(
-            "the queue's daemon cannot be started inside a run, which would end it at its own end: "
-            "first run `zlaunch queue` outside, with something in the queue"
+            "the queue's daemon cannot start inside a run, because it would end with the run: "
+            "run `zlaunch queue` outside while a job is waiting"
         )
     return False
 
@@ -139,7 +139,7 @@ def replace_older_daemon(folder: Path) -> None:
     while has_daemon(folder) and not _is_current(folder):
         if time.monotonic() >= until:
             raise LaunchError(
-                "the queue's daemon is of an older zlaunch and cannot start this job: wait until its jobs "
+                "the queue's daemon runs an older zlaunch and cannot start this job: wait until its jobs "
                 "have ended, then run `zlaunch queue`"
             )
         time.sleep(_POLL_S)
@@ -176,4 +176,4 @@ def ensure_daemon(folder: Path) -> None:
         os.close(says_so)
         begun = bool(select.select([ready], [], [], _START_S)[0] and ready.read(1))
     if not begun:
-        raise LaunchError(f"the queue's daemon (process {daemon.pid}) has not begun: see {folder / LOG}")
+        raise LaunchError(f"the queue's daemon (process {daemon.pid}) did not start: see {folder / LOG}")

@@ -184,14 +184,10 @@ def meant(text: str) -> str:
         ]
         if len(found) > 1:
             names = ", ".join(run.name for run in found[-3:])
-            raise LaunchError(
-                f"{text!r} is the beginning of {len(found)} runs, such as {names}: use a longer prefix"
-            )
+            raise LaunchError(f"{text!r} matches {len(found)} runs, such as {names}: use a longer prefix")
         return str(found[0].path) if found else text
     if not (known := find_runs(Path(DEFAULT_FOLDER))):
-        raise LaunchError(
-            f"last: there are no runs in {Path(DEFAULT_FOLDER).absolute()}; or name a run's folder"
-        )
+        raise LaunchError(f"last: no runs in {Path(DEFAULT_FOLDER).absolute()}: name the folder of a run")
     return str(known[-1].path)
 
 

@@ -115,7 +115,7 @@ def _rows(lines: Iterable[str]) -> tuple[Values, ...]:
     for name in reader.fieldnames or ():
         _check_name(name)
         if name in names:
-            raise _SpaceError(f"parameter {name} has two columns")
+            raise _SpaceError(f"parameter {name} appears in two columns")
         names.add(name)
     if not rows:
         raise _SpaceError("no rows below the parameter names")
@@ -167,7 +167,7 @@ def _space(content: object) -> SweepSpace:
     if method == "grid":
         for key in ("samples", "seed"):
             if key in content:
-                raise _SpaceError(f"{key}: goes with `method: random`")
+                raise _SpaceError(f"{key}: needs `method: random`")
         trials = _grid(parameters)
     else:
         samples, seed = _count(content, "samples"), content.get("seed", 0)
@@ -198,7 +198,7 @@ def _check_name(name: object) -> None:
 def _count(content: Mapping[str, Any], key: str, low: int = 1) -> int:
     number = content.get(key)
     if isinstance(number, bool) or not isinstance(number, int) or number < low:
-        raise _SpaceError(f"{key}: a whole number of at least {low} is needed, not {reprlib.repr(number)}")
+        raise _SpaceError(f"{key}: expected an integer of at least {low}, got {reprlib.repr(number)}")
     return number
 
 
@@ -206,7 +206,7 @@ def _early_stopping(given: object) -> EarlyStopping | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise _SpaceError("early_stopping: takes min_steps and factor")
+        raise _SpaceError("early_stopping: expected a section with min_steps and factor")
     for name in given:
         if name not in ("min_steps", "factor"):
             raise _SpaceError(
@@ -227,14 +227,18 @@ def _listed(name: str, given: object) -> list[Value] | None:
         elif len(given) == 1 and set(given) <= set(_RANGES):
             return None
         else:
-            raise _SpaceError(f"parameters.{name}: takes a list, or one of {', '.join(('values', *_RANGES))}")
+            raise _SpaceError(
+                f"parameters.{name}: expected a list, or one of {', '.join(('values', *_RANGES))}"
+            )
     values = given if isinstance(given, list) else [given]
     if not values:
         raise _SpaceError(f"parameters.{name}: the list is empty")
     for value in values:
         if not isinstance(value, (str, int, float, bool, type(None))):
             shown = reprlib.repr(value)
-            raise _SpaceError(f"parameters.{name}: {shown} is neither text nor a number, true, false or null")
+            raise _SpaceError(
+                f"parameters.{name}: expected a string, a number, true, false or null, got {shown}"
+            )
     return [_read(name, value) for value in values]
 
 
@@ -242,7 +246,7 @@ def _grid(parameters: Mapping[str, object]) -> tuple[Values, ...]:
     columns = {name: _listed(name, given) for name, given in parameters.items()}
     for name, values in columns.items():
         if values is None:
-            raise _SpaceError(f"parameters.{name}: a range goes with `method: random`; a grid needs a list")
+            raise _SpaceError(f"parameters.{name}: a range needs `method: random`; a grid needs a list")
     lists = [values or [] for values in columns.values()]
     _check_number("parameters", math.prod(map(len, lists)), len(lists))
     return tuple(dict(zip(columns, row, strict=True)) for row in itertools.product(*lists))
@@ -253,7 +257,7 @@ def _check_number(key: str, trials: int, parameters: int) -> None:
     most = min(_MOST, _MOST_VALUES // parameters)
     if trials > most:
         shown = str(trials) if trials < 10**18 else "more than 10**18"
-        raise _SpaceError(f"{key}: these are {shown} trials, the limit is {most}")
+        raise _SpaceError(f"{key}: {shown} trials, the limit is {most}")
 
 
 def _random(parameters: Mapping[str, object], samples: int, chance: random.Random) -> tuple[Values, ...]:
@@ -284,14 +288,14 @@ def _drawn(name: str, kind: str, ends: object, chance: random.Random) -> Value:
         or not all(map(math.isfinite, numbers))
         or numbers[0] > numbers[1]
     ):
-        raise _SpaceError(f"parameters.{name}.{kind}: takes [LOW, HIGH], not {reprlib.repr(ends)}")
+        raise _SpaceError(f"parameters.{name}.{kind}: expected [LOW, HIGH], got {reprlib.repr(ends)}")
     low, high = numbers
     if kind == "int_uniform":
         if not (isinstance(low, int) and isinstance(high, int)):
-            raise _SpaceError(f"parameters.{name}.{kind}: takes whole numbers, not {reprlib.repr(ends)}")
+            raise _SpaceError(f"parameters.{name}.{kind}: expected integers, got {reprlib.repr(ends)}")
         return chance.randint(low, high)
     if kind == "log_uniform":
         if low <= 0:
-            raise _SpaceError(f"parameters.{name}.{kind}: takes numbers above 0, not {reprlib.repr(ends)}")
+            raise _SpaceError(f"parameters.{name}.{kind}: expected numbers above 0, got {reprlib.repr(ends)}")
         return math.exp(chance.uniform(math.log(low), math.log(high)))
     return chance.uniform(low, high)

@@ -151,7 +151,9 @@ def open_trials(
         make_folder(folder)
         if run_record.read_json(path) != about:
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
-                raise LaunchError(f"{folder} has the runs of another sweep or command: give another --dir")
+                raise LaunchError(
+                    f"{folder} contains the runs of another sweep or command: use another --dir"
+                )
             write_private(path, json.dumps(about, indent=1) + "\n")
         digits = digits_of(space.trials)
         trials = []

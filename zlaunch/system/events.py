@@ -73,7 +73,7 @@ def in_envelope(rank: int, event: Event) -> Event:
     """
     wrapped = {"type": "script", "rank": rank, "event": _tame(event, _LEVELS)}
     if (size := len(encode(wrapped))) > _LINE_LIMIT_BYTES:
-        raise ValueError(f"it has {size:,} bytes, and {_LINE_LIMIT_BYTES:,} are the limit")
+        raise ValueError(f"it has {size:,} bytes; the limit is {_LINE_LIMIT_BYTES:,}")
     return wrapped
 
 
@@ -85,7 +85,7 @@ def _tame(value: Any, levels: int) -> Any:
     if not isinstance(value, (dict, list)):
         return value
     if not levels:
-        raise ValueError(f"its lists and dicts have more than {_LEVELS} levels")
+        raise ValueError(f"it is nested deeper than {_LEVELS} levels")
     if isinstance(value, list):
         return [_tame(each, levels - 1) for each in value]
     return {_tame(key, 0): _tame(each, levels - 1) for key, each in value.items()}

@@ -38,5 +38,7 @@ def state_folder() -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     about = os.lstat(path)
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise LaunchError(f"{path} is not a folder that only you can use; XDG_STATE_HOME=DIR names another")
+        raise LaunchError(
+            f"{path}: expected a folder that only you can use: set XDG_STATE_HOME=DIR to another one"
+        )
     return path

@@ -32,8 +32,8 @@ class TuningResults:
             make_folder(folder)
             if description.exists() and json.loads(description.read_text()) != about:
                 raise LaunchError(
-                    f"the folder {folder} has the results of another command or config: put another --dir "
-                    "before the script, or remove it"
+                    f"{folder} contains the results of another command or config: put another --dir "
+                    "before the script, or remove the folder"
                 )
             description.write_text(json.dumps(about, indent=1) + "\n")
             if self._path.exists():

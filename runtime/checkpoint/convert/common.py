@@ -97,9 +97,8 @@ def load_torch(path: Path, allowed: Sequence[Any] = ()) -> Any:
     except pickle.UnpicklingError as error:
         text = str(error).partition("\n")[0] if "GLOBAL" not in str(error) else _unknown(str(error))
         raise CheckpointError(
-            f"{path}: contains pickled objects, which could run code and are not loaded "
-            f"({text}): save it again "
-            "with tensors, numbers and strings alone"
+            f"{path}: contains pickled objects, which can run code, so zlaunch does not load it ({text}): "
+            "save it again with only tensors, numbers and strings"
         ) from None
     except (RuntimeError, OSError, EOFError, LookupError, ValueError) as error:
         raise CheckpointError(

@@ -76,7 +76,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     if any(folder.glob("offloaded_tensors")):
         raise CheckpointError(
             f"{folder}: its optimizer state is in NVMe swap files, which cannot be imported: save it with "
-            "offload_optimizer on the cpu"
+            "offload_optimizer.device cpu"
         )
     first = load_torch(models[0], ALLOWED)
     if not optims:
@@ -254,7 +254,9 @@ def _stage12(
         raise CheckpointError(f"{folder}: was saved with elastic_checkpoint, which cannot be imported")
     paddings = states[0].get("param_alignment_paddings") or []
     if any(padding for group in paddings for padding in group):
-        raise CheckpointError(f"{folder}: pads its parameters one by one (Muon), which cannot be imported")
+        raise CheckpointError(
+            f"{folder}: was saved with Muon's padding of single parameters, which cannot be imported"
+        )
     found: dict[str, Foreign] = {}
     for group, members in enumerate(shapes):
         values = [state["single_partition_of_fp32_groups"][group].reshape(-1) for state in states]

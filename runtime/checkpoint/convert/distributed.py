@@ -133,8 +133,8 @@ def read_distributed(folder: Path) -> ForeignCheckpoint:
     unknown = sorted(states.keys() - model.keys())
     if unknown:
         raise CheckpointError(
-            f"{folder}: the optimizer has state of {unknown[0]!r}, which is no name of the model's: save it "
-            "with torch.distributed.checkpoint.state_dict.get_state_dict"
+            f"{folder}: the optimizer has state of {unknown[0]!r}, which is not in the model: save it with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict"
         )
     parameters: dict[str, Foreign] = {}
     buffers: dict[str, Tensor] = {}
@@ -171,7 +171,7 @@ def _entries(folder: Path) -> list[_Entry]:
         ]
     except _Refused as error:
         raise CheckpointError(
-            f"{path}: contains pickled objects, which could run code and are not loaded ({error})"
+            f"{path}: contains pickled objects, which can run code, so zlaunch does not load it ({error})"
         ) from None
     except (OSError, EOFError, pickle.UnpicklingError, LookupError, *_MALFORMED) as error:
         raise CheckpointError(f"{path}: is not a file of torch.distributed.checkpoint: {error}") from None
@@ -195,12 +195,12 @@ def _choose_model(folder: Path, rest: Sequence[_Entry]) -> tuple[dict[str, _Entr
         if entry.is_tensor:
             tensors.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
     if not tensors:
-        raise CheckpointError(f"{folder}: holds no tensors of a model")
+        raise CheckpointError(f"{folder}: contains no model tensors")
     named = [prefix for prefix in tensors if prefix and prefix[-1] in _MODELS]
     choice = named or list(tensors)
     if len(choice) > 1:
         names = ", ".join(".".join(map(str, prefix)) or "the top" for prefix in choice)
-        raise CheckpointError(f"{folder}: has several state dicts ({names}): save the model's alone")
+        raise CheckpointError(f"{folder}: has several state dicts ({names}): save only the model's")
     model = tensors[choice[0]]
     own = {id(entry) for entry in model.values()}
     left_out = tuple(".".join(map(str, entry.path)) for entry in rest if id(entry) not in own)
@@ -272,8 +272,8 @@ def _describe(folder: Path, entry: _Entry, states: Mapping[str, _Entry], group: 
         else:
             where = ".".join(map(str, state.path))
             raise CheckpointError(
-                f"{folder}: {where} has shape {list(state.description.size)}, neither its parameter's "
-                f"{list(shape)} nor a number's"
+                f"{folder}: {where} has shape {list(state.description.size)}, expected its parameter's "
+                f"{list(shape)} or a scalar"
             )
     return Foreign(dtype=dtype, shape=shape, group=group, contents=contents, scalars=scalars)
 
@@ -287,7 +287,9 @@ def _read_tensor(folder: Path, entry: _Entry) -> Tensor:
         for dim, (start, length) in enumerate(zip(offsets, getattr(part, "shape", ()), strict=False)):
             target = target.narrow(dim, start, length)
         if not isinstance(part, Tensor) or part.shape != target.shape:
-            raise CheckpointError(f"{folder}: a chunk of {'.'.join(map(str, entry.path))} has another shape")
+            raise CheckpointError(
+                f"{folder}: a chunk of {'.'.join(map(str, entry.path))} has a different shape"
+            )
         target.copy_(part)
         numel += part.numel()
     if numel != whole.numel():
@@ -306,7 +308,9 @@ def _loaded(folder: Path, entry: _Entry) -> Iterator[Any]:
     for _, place in entry.places:
         path = folder / place.relative_path
         if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{path}: is compressed ({place.transform_descriptors}), which is not read")
+            raise CheckpointError(
+                f"{path}: is compressed ({place.transform_descriptors}), which is not supported"
+            )
         try:
             with open(path, "rb") as file:
                 file.seek(place.offset)
@@ -316,7 +320,7 @@ def _loaded(folder: Path, entry: _Entry) -> Iterator[Any]:
         except pickle.UnpicklingError:
             name = ".".join(map(str, entry.path))
             raise CheckpointError(
-                f"{path}: {name} contains pickled objects, which could run code and are not loaded"
+                f"{path}: {name} contains pickled objects, which can run code, so zlaunch does not load it"
             ) from None
         except (OSError, RuntimeError, EOFError, LookupError, ValueError) as error:
             raise CheckpointError(

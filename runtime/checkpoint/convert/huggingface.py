@@ -24,12 +24,12 @@ def find_plain(folder: Path) -> list[Path]:
                 names = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()
                 return [folder / file for file in dict.fromkeys(names)]
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-                raise CheckpointError(f"{folder / name}: is not an index of weights: {error}") from None
+                raise CheckpointError(f"{folder / name}: is not a weight index: {error}") from None
     for name in _SINGLES:
         if (folder / name).exists():
             return [folder / name]
     raise CheckpointError(
-        f"{folder}: holds no checkpoint that is known: neither DeepSpeed's (*_model_states.pt), nor "
+        f"{folder}: no known checkpoint found: neither DeepSpeed's (*_model_states.pt), nor "
         f"{', '.join((*_SINGLES, *_INDEXES))}"
     )
 
@@ -61,7 +61,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
     if not isinstance(state, Mapping) or not state:
-        raise CheckpointError(f"{path}: holds no state_dict")
+        raise CheckpointError(f"{path}: contains no state_dict")
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         raise CheckpointError(f"{path}: {others[0]!r} is not a tensor, so this is not a model's state_dict")

@@ -35,7 +35,7 @@ from .distributed import is_distributed, read_distributed
 from .huggingface import find_plain, read_plain
 from .universal import find_universal, read_universal
 
-_OURS = "is a checkpoint of zlaunch already: load it as it is"
+_OURS = "is already a zlaunch checkpoint: load it directly"
 
 
 def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> ForeignCheckpoint:

@@ -57,8 +57,7 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
         rest = [name for name, value in first["module"].items() if name not in known and value is not None]
         if rest:
             raise CheckpointError(
-                f"{folder}: {rest[0]} is not trained, and is in parts of model parallelism, which cannot be "
-                "imported"
+                f"{folder}: {rest[0]} is frozen and split by model parallelism, which cannot be imported"
             )
         first = {**first, "frozen_param_shapes": None}
     parameters |= frozen_of(first, _fragments(first, models, stage))
@@ -73,7 +72,7 @@ def _check_complete(parts: Path, parameters: Mapping[str, Foreign]) -> None:
     for name, entry in parameters.items():
         for key in wanted[entry.group]:
             if key not in entry.contents and key not in entry.scalars:
-                raise CheckpointError(f"{parts / name / key}.pt: is missing, which other parameters have")
+                raise CheckpointError(f"{parts / name / key}.pt: is missing, but exists for other parameters")
 
 
 def _fragments(
@@ -99,7 +98,7 @@ def _read(folder: Path, shape: tuple[int, ...], group: int, counters: Mapping[st
             scalars[key] = ["F32", float(tensor)]
             continue
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: holds no tensor")
+            raise CheckpointError(f"{path}: contains no tensor")
         if key == "step" or (key != VALUE and tensor.dim() == 0 and shape):
             scalars[key] = [NAMES[tensor.dtype], tensor.item()]
             continue
@@ -113,6 +112,6 @@ def _read(folder: Path, shape: tuple[int, ...], group: int, counters: Mapping[st
         if numel != torch.Size(shape).numel():
             name = "fp32" if key == VALUE else key
             raise CheckpointError(
-                f"{folder / name}.pt: has {numel} elements, not those of its shape {list(shape)}"
+                f"{folder / name}.pt: has {numel} elements, which does not match its shape {list(shape)}"
             )
     return Foreign(dtype=torch.float32, shape=shape, group=group, contents=contents, scalars=scalars)

@@ -45,12 +45,12 @@ def export_distributed(
     stale = [path.name for pattern in _NAMES for path in out.glob(pattern)]
     if stale:
         raise CheckpointError(
-            f"{out}: has a checkpoint of torch's ({stale[0]}): remove it, or take another folder"
+            f"{out}: already has a torch checkpoint ({stale[0]}): remove it, or use another folder"
         )
     plan = list(_plan(checkpoint, dtype))
     needed = 2 * sum(bytes_of(kind, shape) for *_, kind, shape in plan)
     if shutil.disk_usage(out).free < needed:  # writing to mapped memory would kill the process
-        raise OSError(errno.ENOSPC, f"no space left: {needed:,} bytes are needed for a while", str(out))
+        raise OSError(errno.ENOSPC, f"no space left: the export needs {needed:,} bytes temporarily", str(out))
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as folder:
         model: dict[str, Tensor] = {}
         states: dict[str, dict[str, Any]] = {}

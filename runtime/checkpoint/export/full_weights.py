@@ -69,8 +69,8 @@ def export(
     stale = [path.name for path in others if path.name not in names and path != index]
     if stale or (index.exists() and len(shards) == 1):
         raise CheckpointError(
-            f"{out}: has other weights ({(stale or [index.name])[0]}), which might be read in place of "
-            "these: remove them, or take another folder"
+            f"{out}: has other weights ({(stale or [index.name])[0]}), which could be loaded instead of "
+            "these: remove them, or use another folder"
         )
     written: list[Path] = []
     for name, shard in zip(names, shards, strict=True):
@@ -105,7 +105,7 @@ def companions(checkpoint: Checkpoint, like: str | os.PathLike[str] | None = Non
             if like is None:
                 continue  # a folder above, which is not for us
             raise CheckpointError(
-                f"{like}: no config and tokenizer files can be read there: {error.strerror}"
+                f"{like}: cannot read config and tokenizer files: {error.strerror}"
             ) from None
         found = [path for path in files if any(path.match(pattern) for pattern in _COMPANIONS)]
         if found and (like is not None or _is_hugging_face(place / "config.json")):
@@ -248,12 +248,12 @@ def load_state_dict_from_zero_checkpoint(
     result = model.load_state_dict(state, strict=False)
     if state and len(result.unexpected_keys) == len(state):
         raise CheckpointError(
-            f"{checkpoint_dir}: none of its {len(state)} weights has a name of the model's, such as "
-            f"{next(iter(state))}: it is from another model"
+            f"{checkpoint_dir}: does not match the model: none of its {len(state)} weights, such as "
+            f"{next(iter(state))}, is in the model"
         )
     for keys, what in (
-        (result.missing_keys, "has no weights of the model, which are left as they were"),
-        (result.unexpected_keys, "has weights that the model does not have, which are not loaded"),
+        (result.missing_keys, "lacks weights of the model, which keep their values"),
+        (result.unexpected_keys, "has weights that are not in the model and are not loaded"),
     ):
         if keys:
             names = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
@@ -283,16 +283,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line of this file, and return its exit code."""
     parser = argparse.ArgumentParser(description="Write the weights of a zlaunch checkpoint to a folder.")
-    parser.add_argument("checkpoint_dir", help="the folder with `latest` in it, or one checkpoint's own")
+    parser.add_argument(
+        "checkpoint_dir", help="folder with the file `latest`, or the folder of one checkpoint"
+    )
     parser.add_argument("output_dir")
-    parser.add_argument("-t", "--tag", help='which checkpoint; "auto" for the newest whole one')
+    parser.add_argument("-t", "--tag", help='checkpoint to export; "auto" for the newest whole one')
     parser.add_argument("--dtype", choices=list(PRECISIONS), default="fp32")
     parser.add_argument("--max_shard_size", default="5GB")
     parser.add_argument("--format", choices=["bin", "safetensors"], default="bin")
-    parser.add_argument("--safe_serialization", action="store_true", help="the same as --format safetensors")
+    parser.add_argument("--safe_serialization", action="store_true", help="same as --format safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("--like", help="a Hugging Face model's folder: its config and tokenizer are copied")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted")
+    parser.add_argument("--like", help="copy config and tokenizer from this Hugging Face model folder")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted, no effect")
     args = parser.parse_args(arguments)
     try:
         checkpoint = _open(args.checkpoint_dir, args.tag)

@@ -138,7 +138,7 @@ def check_tag(tag: str) -> None:
     plain = tag and tag == tag.strip() and not any(part in tag for part in ("/", "\0"))
     if not plain or tag.startswith(".") or tag in (LATEST, "auto"):
         raise CheckpointError(
-            f"tag {tag!r}: must be a plain name for a folder, without / and outer spaces, not latest or auto"
+            f"tag {tag!r}: must be a plain folder name without / or outer spaces, and not latest or auto"
         )
 
 

@@ -62,8 +62,8 @@ class Checkpoint:
     def _elsewhere(self, names: Sequence[str]) -> str:
         hosts = sorted({self.manifest["files"][name]["host"] for name in names})
         return (
-            f"{self.folder}: parts of it are on {', '.join(hosts)} (saved with use_node_local_storage): "
-            "start on the hosts it was saved on with as many ranks, or copy their folders together"
+            f"{self.folder}: some files are on {', '.join(hosts)} (saved with use_node_local_storage): "
+            "use the same hosts and number of ranks, or merge their folders"
         )
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Checkpoint:
             self._read_pieces(rows.view(-1), name, entry["slices"], kind, low * prod(shape[1:]))
             return rows
         if sum(prod(box_shape(part["box"])) for part in entry["parts"]) != prod(shape):
-            raise CheckpointError(f"{self.folder}: parts of {name} are in none of its files")
+            raise CheckpointError(f"{self.folder}: parts of {name} are missing from its files")
         for part in entry["parts"]:
             if not all(_overlap(own, wanted) for own, wanted in zip(part["box"][1:], box[1:], strict=True)):
                 continue
@@ -154,7 +154,7 @@ class Checkpoint:
             raise CheckpointError(self._elsewhere(away))
         if missing:
             raise CheckpointError(
-                f"{self.folder}: elements of {name} are in none of its files: {missing[:3]}"
+                f"{self.folder}: elements of {name} are missing from its files: {missing[:3]}"
             )
 
     def weights(self, *, exclude_frozen: bool = False) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -195,20 +195,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if content.get("format") == FORMAT and content.get("version") not in (VERSION, VERSION_WITH_PARTS):
             raise CheckpointError(
-                f"{path}: has layout {content.get('version')}, and this zlaunch reads {VERSION} and "
-                f"{VERSION_WITH_PARTS}: "
-                "use the version of zlaunch that wrote it"
+                f"{path}: has format version {content.get('version')}, but this zlaunch reads {VERSION} and "
+                f"{VERSION_WITH_PARTS}: use the zlaunch version that wrote it"
             )
         if checksum(content) != content["crc32"] or content["format"] != FORMAT:
             raise ValueError("its checksum does not match")
     except FileNotFoundError:
         if list(folder.glob("*model_states.pt")):
             raise CheckpointError(
-                f"{folder}: was written by DeepSpeed: `zlaunch checkpoint import {folder} OUT` converts it"
+                f"{folder}: is a DeepSpeed checkpoint: run `zlaunch checkpoint import {folder} OUT` first"
             ) from None
         raise CheckpointError(f"{folder}: no checkpoint found (no {MANIFEST})") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error}): take another checkpoint") from None
+        raise CheckpointError(f"{path}: is damaged ({error}): use another checkpoint") from None
     return content
 
 
@@ -261,7 +260,7 @@ def advice(folder: Path, *, but: str = "") -> str:
     """Say which checkpoint to take in place of ``but``, if there is one."""
     for path in candidates(folder):
         if path.name != but and looks_whole(path):
-            return f'; {path.name!r} looks whole, and tag="auto" checks and takes the newest that is'
+            return f'; {path.name!r} looks whole: use it, or tag="auto" for the newest whole checkpoint'
     return ""
 
 
@@ -307,7 +306,7 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
             if names := [path.name for path in candidates(folder)]:
                 print(
                     f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), but no file "
-                    f'{LATEST} that names one, so none is taken: give tag="{names[0]}", or tag="auto"',
+                    f'{LATEST}, so none is loaded: pass tag="{names[0]}", or tag="auto"',
                     file=sys.stderr,
                     flush=True,
                 )
@@ -319,8 +318,8 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
         return put_aside(folder, tag)  # killed between putting the old one aside and the new one in its place
     if tag == LATEST and path.is_file():
         raise CheckpointError(
-            f"{path}: is the file that names the newest save, not a save: leave the tag out, or give "
-            'tag="auto" for the newest that is whole'
+            f"{path}: is the file that names the newest checkpoint, not a tag: omit the tag, or pass "
+            'tag="auto" for the newest whole checkpoint'
         )
     if not tag or not path.is_dir():
         raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice(folder)}")

@@ -164,7 +164,7 @@ class File:
         self._fill(part, offset)
         if zlib.crc32(part) != self._sums[chunk]:
             raise CheckpointError(
-                f"{self.path}: is damaged between bytes {offset} and {offset + len(part)}: take another "
+                f"{self.path}: is damaged between bytes {offset} and {offset + len(part)}: use another "
                 "checkpoint, or restore the file"
             )
         return buffer

@@ -268,4 +268,4 @@ def _different() -> str:
 
 def test_ranks_with_different_inputs_are_told() -> None:
     for message in run_workers(_different, 2):
-        assert "equal on all model-parallel ranks; one of shape (2048,) is not" in message
+        assert "equal inputs on all model-parallel ranks, but an input of shape (2048,) differs" in message

@@ -86,6 +86,6 @@ def test_only_modules_of_linear_layers_are_tiled() -> None:
     x = torch.randn(1, 5, 3)
     wanted = model.ffn[0](x)
     torch.testing.assert_close(model(x), wanted)
-    with pytest.raises(zlaunch.ParameterError, match="ffn is not called with one tensor"):
+    with pytest.raises(zlaunch.ParameterError, match="ffn must take one tensor"):
         model(x[0])
     torch.testing.assert_close(model.eval()(x[0]), wanted[0])

@@ -27,8 +27,8 @@ from zlaunch.runtime.config import ConfigError, load
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2"),
         ({"fp16": {"enabled": True}}, "use bf16"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "use bf16"),
-        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "does not go with offload_optimizer"),
-        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "does not go with offload_param"),
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "is not supported with offload_optimizer"),
+        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "is not supported with offload_param"),
         ({"zero": {"stage": 1}, "parallel": {"pipeline": 2}}, "pipeline parallelism"),
         ({"zero": {"step_in_backward_clipping": "norm"}}, "step_in_backward_clipping"),
     ],
@@ -114,21 +114,21 @@ def test_calls_that_cannot_be() -> None:
     (found,) = run_workers(_refused, 1)
     said = {
         "derived": "gradient_accumulation_steps is 4",
-        "lamb": "looks at whole parameters",
+        "lamb": "is not element-wise",
         "retain": "retain_graph=True",
-        **dict.fromkeys(("batch", "boundary"), "micro-batches in a step are not possible"),
+        **dict.fromkeys(("batch", "boundary"), "micro-batches per step"),
         **dict.fromkeys(
             ("forward", "module", "save", "weights", "state", "load", "optimizer's state", "master"),
-            "engine.step() has not ended",
+            "engine.step() has not completed",
         ),
-        **dict.fromkeys(("zero_grad", "optimizer", "none"), "gradients cannot be dropped"),
+        **dict.fromkeys(("zero_grad", "optimizer", "none"), "cannot drop gradients"),
         "grad": "zlaunch.safe_get_full_grad",
         **dict.fromkeys(("get", "set"), "cannot be read or set"),
-        "rate's next": "engine.step() has not ended",
+        "rate's next": "engine.step() has not completed",
         "hook": "my hook's own",
-        "hook's next": "gradients cannot be dropped",
-        "rate": "lr of parameter group 0 was changed after backward() had begun",
-        "second": "a second backward pass before engine.step()",
+        "hook's next": "cannot drop gradients",
+        "rate": "lr of parameter group 0 was changed after backward() started",
+        "second": "second backward pass before engine.step()",
     }
     assert found.keys() == said.keys()
     assert {what for what, text in said.items() if text not in found[what]} == set()
@@ -217,7 +217,7 @@ def _half_way(folder: str) -> list[str]:
             call()
         said.append(str(caught.value))
     assert engine.load_checkpoint(f"{folder}/none", missing_ok=True) == (None, {})
-    with pytest.raises(ZlaunchError, match="half-way"):
+    with pytest.raises(ZlaunchError, match="midway"):
         engine(TOKENS)
     engine.load_checkpoint(folder)
     for name, value in engine.module.state_dict().items():
@@ -229,8 +229,8 @@ def _half_way(folder: str) -> list[str]:
 
 def test_a_pass_that_ends_half_way(tmp_path: Path) -> None:
     (said,) = run_workers(_half_way, 1, str(tmp_path))
-    assert ["half-way" in each for each in said] == [True, False, True, True]
-    assert "cannot be dropped" in said[1]
+    assert ["midway" in each for each in said] == [True, False, True, True]
+    assert "cannot drop gradients" in said[1]
 
 
 def _not_finite(checks: bool) -> str:
@@ -279,7 +279,7 @@ def _used_again(stage: int, how: str) -> str:
 def test_a_use_after_the_step_is_an_error(stage: int, how: str) -> None:
     (said,) = run_workers(_used_again, 1, stage, how)
     expected = {
-        "shared": ("after it was stepped", "used again in the backward pass"),
-        "detached": ("has been changed by", "modified by an inplace operation", "used again in"),
+        "shared": ("after its step in this backward pass", "used again after its step"),
+        "detached": ("has changed it", "modified by an inplace operation", "used again after its step"),
     }
     assert any(text in said for text in expected[how]), said

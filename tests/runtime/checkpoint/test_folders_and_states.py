@@ -65,7 +65,7 @@ def _spares(folder: str) -> list[str]:
     (root / "best" / "tokenizer.json").write_text("{}")
     engine.save_checkpoint(root, tag="best")
     for tag in (" x", "latest", "auto", ".x", "a\0b", ""):
-        with pytest.raises(CheckpointError, match="must be a plain name"):
+        with pytest.raises(CheckpointError, match="must be a plain folder name"):
             engine.save_checkpoint(root, tag=tag)
     assert (root / "best" / "tokenizer.json").exists() and Checkpoint(root / "best").verify()
     return sorted(str(path.relative_to(root)) for path in root.glob("*"))
@@ -107,7 +107,7 @@ def _mixed(folder: str) -> tuple[str, str]:
 
 def test_two_saves_of_a_tag_are_never_mixed(tmp_path: Path) -> None:
     for message, taken in run_workers(_mixed, 2, str(tmp_path)):
-        assert "rank 1 sees another save of this tag than rank 0 does" in message
+        assert "rank 1 and rank 0 have files of different saves" in message
         assert taken == "earlier"
 
 
@@ -325,8 +325,8 @@ def _odds(folder: str) -> dict[str, Any]:
 def test_odd_states_and_clear_refusals(tmp_path: Path) -> None:
     (found,) = run_workers(_odds, 1, str(tmp_path))
     texts = {
-        "groups": "in parameter group 0, and the optimizer has it in group 1",
-        "schedule": "has the state of the schedule CosineAnnealingLR, and the engine's is LambdaLR",
+        "groups": "in parameter group 0, but the optimizer has it in group 1",
+        "schedule": "has the state of the scheduler CosineAnnealingLR, but the engine has LambdaLR",
         "circle": "RecursionError",
         "number": "client_state['a'] is a number of 16610 bits",
     }

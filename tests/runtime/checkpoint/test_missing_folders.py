@@ -46,16 +46,16 @@ def _loads(folder: str) -> int:
             said, _ = _load(engine, f"{folder}/named/latest", tag=tag, missing_ok=True)
             assert "latest: is a file, expected the folder" in said, said
         said, _ = _load(engine, f"{folder}/named", tag="latest")
-        assert "latest: is the file that names the newest save" in said, said
+        assert "latest: is the file that names the newest checkpoint" in said, said
         for tag in (None, "auto"):
             result, out = _load(engine, f"{folder}/empty", tag=tag)
             assert result == (None, none)
-            assert out.count("empty: no checkpoint is there") == (rank == 0), out
+            assert out.count("empty: no checkpoint found") == (rank == 0), out
             assert _load(engine, f"{folder}/empty", tag=tag, missing_ok=True) == ((None, none), "")
         # where the launcher says that this run has saved: the script has not chosen it
         os.environ["ZLAUNCH_RESUME_DIR"] = f"{folder}/nowhere"
         result, out = _load(engine, str(zlaunch.resume_dir()))
-        assert result == (None, none) and out.count("nowhere: no checkpoint is there") == (rank == 0), out
+        assert result == (None, none) and out.count("nowhere: no checkpoint found") == (rank == 0), out
         del os.environ["ZLAUNCH_RESUME_DIR"]
         assert engine.load_checkpoint(zlaunch.resume_dir(f"{folder}/nowhere")) == (None, none)
         engine.destroy()
@@ -79,12 +79,12 @@ def _save(folder: str) -> None:
 def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_workers(_save, 1, str(tmp_path))
     other = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(zlaunch.CheckpointError, match="none of its 2 weights has a name of the model's"):
+    with pytest.raises(zlaunch.CheckpointError, match="does not match the model: none of its 2 weights"):
         zlaunch.load_state_dict_from_zero_checkpoint(other, tmp_path)
     larger = nn.Linear(2, 2)
     larger.extra = nn.Linear(2, 2)
     zlaunch.load_state_dict_from_zero_checkpoint(larger, tmp_path)
-    assert "which are left as they were: extra.weight, extra.bias" in capsys.readouterr().err
+    assert "which keep their values: extra.weight, extra.bias" in capsys.readouterr().err
     same = nn.Linear(2, 2)
     zlaunch.load_state_dict_from_zero_checkpoint(same, tmp_path)
     assert torch.equal(same.weight, larger.weight) and not capsys.readouterr().err
@@ -103,5 +103,5 @@ def test_trials_of_a_sweep_do_not_share_a_checkpoint(tmp_path: Path, monkeypatch
     (tmp_path / "sweep" / "sweep.json").touch()
     assert zlaunch.resume_dir(own) == own
     assert zlaunch.resume_dir(str(tmp_path / "none")) is None
-    with pytest.raises(RuntimeError, match=r"shared has a checkpoint, and trial 001 of the sweep"):
+    with pytest.raises(RuntimeError, match=r"shared has a checkpoint, but trial 001 of the sweep"):
         zlaunch.resume_dir(shared)

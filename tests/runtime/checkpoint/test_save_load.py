@@ -445,14 +445,14 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "object": f"client_state['a'][1]['b'] is a {__name__}._mistakes.<locals>.Thing",
         "one rank": "client_state['a'] is a",
         "no dict": "client_state is a list: it has to be a dict",
-        "folders": f"rank 1 saves to {folder}/1 and rank 0 to {folder}/0",
-        "slash": "tag 'a/b': must be a plain name",
+        "folders": f"rank 1 saves to {folder}/1, but rank 0 to {folder}/0",
+        "slash": "tag 'a/b': must be a plain folder name",
         "file": f"{Path(__file__).name}: File exists",
-        "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole, and tag=\"auto\"",
-        "names": "is from another model: more.weight is not in it; more.bias is not in it; never.weight is",
-        "shape": "never.weight has shape [31, 200] in it and [31, 7] in the model",
-        "amsgrad": "was saved with amsgrad False, and the optimizer has True",
-        "optimizer": "has the state of AdamW, and the optimizer is SGD: load_optimizer_states=False",
+        "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole: use it, or tag=\"auto\"",
+        "names": "does not match the model: more.weight is not in the checkpoint; more.bias is not in",
+        "shape": "never.weight has shape [31, 200] in the checkpoint and [31, 7] in the model",
+        "amsgrad": "was saved with amsgrad False, but the optimizer has True",
+        "optimizer": "has the state of AdamW, but the optimizer is SGD: pass load_optimizer_states=False",
     }
     assert first.keys() == expected.keys()
     for key, text in expected.items():
@@ -546,7 +546,7 @@ def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
         own = {path.name for path in folder.iterdir()}
         assert own == {"manifest.json", "whole.safetensors", f"rank_{rank:05d}.safetensors"}
     (message,) = run_workers(_alone, 1, str(tmp_path / "stage1-0"))
-    assert "parts of it are on node1" in message and "copy their folders together" in message
+    assert "some files are on node1" in message and "merge their folders" in message
     # together they are a checkpoint like any other
     for file in (tmp_path / "stage1-1" / "global_step2").glob("rank*"):
         shutil.copy(file, tmp_path / "stage1-0" / "global_step2")

@@ -49,7 +49,7 @@ def _save(folder: str, how: str | None, asynchronous: bool) -> tuple[str, str, l
 
 @pytest.mark.exhaustive
 def test_different_tags(tmp_path: Path) -> None:
-    tags = "rank 0 under the tag 'of0', rank 1 under the tag 'of1', rank 2 under the tag 'of2'"
+    tags = "rank 0 passes tag 'of0', rank 1 passes tag 'of1', rank 2 passes tag 'of2'"
     for case, *ranks in zip(CASES, *run_workers(_save_each, 3, str(tmp_path)), strict=True):
         first, second, third = ranks
         if case[0] == "Fail":
@@ -81,4 +81,4 @@ def _load(folder: str) -> str:
 
 def test_no_rank_loads_another_checkpoint_than_it_asked_for(tmp_path: Path) -> None:
     for text in run_workers(_load, 2, str(tmp_path / "saved")):
-        assert "rank 1 asks for 'b' and rank 0 for 'a'" in text
+        assert "rank 1 passes tag 'b', but rank 0 'a'" in text

@@ -92,7 +92,7 @@ def _late() -> float:
         for _ in range(8):
             _step(engine, x)
         model.both = True
-        with pytest.raises(zlaunch.OptimizerError, match=r"b\.weight has its first gradient"):
+        with pytest.raises(zlaunch.OptimizerError, match=r"b\.weight gets its first gradient"):
             _step(engine, x)
         engine.destroy()
     model = Late()

@@ -127,7 +127,7 @@ def test_never_more_than_one_module_is_whole(tmp_path: Path) -> None:
 
 def _refuses(built: Any) -> None:
     for use in (built.state_dict, lambda: built(torch.ones(1, 8)), lambda: built.weight.isnan()):
-        with pytest.raises(RuntimeError, match=r"give the model to zlaunch.initialize, or reach its"):
+        with pytest.raises(RuntimeError, match=r"pass the model to zlaunch.initialize, or read its"):
             use()
 
 

@@ -176,9 +176,9 @@ def _by_itself(axis: str, call: str) -> None:
 @pytest.mark.parametrize(
     ("axis", "call", "said"),
     [
-        ("tensor", "state", "gathers a whole parameter from the ranks that share each layer"),
-        ("tensor", "evaluation", "compares its batch with the ranks that share each layer"),
-        ("expert", "state", "gathers a whole parameter from the ranks that have other experts"),
+        ("tensor", "state", "all-gathers a parameter over its tensor-parallel group"),
+        ("tensor", "evaluation", "compares its batch in its tensor-parallel group"),
+        ("expert", "state", "all-gathers a parameter over its expert-parallel group"),
     ],
     ids=str,
 )
@@ -186,4 +186,4 @@ def test_a_rank_that_does_alone_what_an_axis_does_together(axis: str, call: str,
     with pytest.raises(WorkerError, match="RankMismatchError") as caught:
         run_workers(_by_itself, 2, axis, call)
     message = str(caught.value)
-    assert f"rank 0 {said}" in message or f"rank 0 waits in vain: it {said}" in message, message
+    assert f"rank 0 {said}" in message or f"rank 0 is deadlocked: it {said}" in message, message

@@ -176,4 +176,4 @@ def _wrong_call() -> str:
 
 def test_other_calls_are_refused() -> None:
     for said in run_workers(_wrong_call, 2):
-        assert "layers.0.experts was called with tensors of shapes [2, 3, 8], [2, 3], [2, 3]" in said
+        assert "weights (n, k), got shapes [2, 3, 8], [2, 3], [2, 3]" in said

@@ -191,12 +191,12 @@ def _refused(family: str, expert: int, changes: dict[str, Any]) -> str:
         (
             "mixtral",
             {"expert_parallel": {"experts": ["model.layers.*.mlp.expert"]}},
-            "no module of the name model.layers.*.mlp.expert, did you mean model.layers.*.mlp.experts?",
+            "no module matches model.layers.*.mlp.expert, did you mean model.layers.*.mlp.experts?",
         ),
         (
             "mixtral",
             {"expert_parallel": {"experts": ["model.layers.*.self_attn"]}},
-            "does not have its experts as the first dimension of all",
+            "must be the experts, got",
         ),
     ],
     ids=["no plan", "no module", "no experts"],

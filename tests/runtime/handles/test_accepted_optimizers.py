@@ -102,7 +102,7 @@ def _refused(folder: str) -> None:
             zlaunch.initialize(model=net(), optimizer=MAKERS["Adafactor"], config=options(stage))
         with pytest.raises(zlaunch.OptimizerError, match="Lamb needs whole tensors"):
             zlaunch.initialize(model=net(), optimizer=Lamb, config=options(stage))
-        with pytest.raises(zlaunch.OptimizerError, match="Estimating is not known to be element-wise"):
+        with pytest.raises(zlaunch.OptimizerError, match="whether optimizer Estimating is element-wise"):
             zlaunch.initialize(model=net(), optimizer=Estimating, config=options(stage))
         given = {**options(stage), "zero_allow_untested_optimizer": True}
         engine, *_ = zlaunch.initialize(model=net(), optimizer=Estimating, config=given)
@@ -113,7 +113,7 @@ def _refused(folder: str) -> None:
     given = options(0)
     given["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     given["zero_optimization"]["stage"] = 1
-    with pytest.raises(zlaunch.OptimizerError, match="Estimating is not known"):
+    with pytest.raises(zlaunch.OptimizerError, match="whether optimizer Estimating is element-wise"):
         zlaunch.initialize(model=net(), optimizer=Estimating, config=given)
 
 

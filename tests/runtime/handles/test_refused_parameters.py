@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Callable[[Net], Any], str]] = {
     "meta": (lambda m: nn.Linear(4, 4, device="meta"), "is on the meta device"),
     "dtensor": (lambda m: _dtensor(), "is a DTensor"),
     "sparse": (lambda m: nn.Parameter(torch.eye(3).to_sparse()), "has the layout torch.sparse_coo"),
-    "overlap": (_shared_memory, "lie on the same memory"),
+    "overlap": (_shared_memory, "share memory"),
 }
 
 

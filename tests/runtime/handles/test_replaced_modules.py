@@ -80,7 +80,7 @@ def _refused(engine: Any, model: Replaceable, batch: Tensor) -> None:
         (model, "activation", nn.PReLU(), "activation was replaced or added"),
         (model, "activation", nn.Sequential(nn.Linear(31, 31)), "activation was replaced or added"),
         (model, "activation", with_buffer, "activation was replaced or added"),
-        (model.layers, "1", nn.GELU(), "layers has lost parameters"),
+        (model.layers, "1", nn.GELU(), "layers lost parameters"),
         (inner, "1", nn.PReLU(), r"layers\.0\.1\.1 was replaced or added"),
         (inner[0], "late", nn.PReLU(), r"layers\.0\.1\.0\.late was replaced or added"),
     ):

@@ -173,7 +173,7 @@ def _without_room(folder: str) -> tuple[str, list[float]]:
 
 def test_where_a_node_has_no_room_for_a_copy_the_snapshot_before_stays(tmp_path: Path) -> None:
     said, losses = zip(*run_workers(_without_room, 2, str(tmp_path)), strict=True)
-    assert said[0].count("no new snapshot in memory, training goes on: rank 1: ") == 1 and not said[1]
+    assert said[0].count("in-memory snapshot failed, training continues: rank 1: ") == 1 and not said[1]
     assert "node1/engine_0" in said[0] and "no space left" in said[0]
     for rank, found in enumerate(run_workers(_second, 2, str(tmp_path), [0, 1], 3)):
         first, state, again = found
@@ -197,7 +197,7 @@ def _damaged(folder: str, disk: str | None) -> str:
             return str(error)
     engine.client_state = dict
     engine.destroy()
-    return f"{path} {engine.global_steps} {out.getvalue().count('the snapshot in memory is left: ')}"
+    return f"{path} {engine.global_steps} {out.getvalue().count('ignoring the in-memory snapshot: ')}"
 
 
 def _saved(folder: str) -> None:
@@ -221,7 +221,7 @@ def test_a_damaged_snapshot_holds_up_one_restart(tmp_path: Path) -> None:
     run_workers(_first, 2, str(tmp_path), [0, 0], 2)
     _damage(tmp_path)
     for said in run_workers(_damaged, 2, str(tmp_path), None):
-        assert "is damaged" in said and "the next restart begins without that snapshot" in said
+        assert "is damaged" in said and "the next restart does not use this snapshot" in said
     assert run_workers(_damaged, 2, str(tmp_path), None) == ["None 0 0"] * 2
 
 

@@ -26,7 +26,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 def paste(text: str, config: dict[str, Any]) -> list[dict[str, Any]]:
     """Put each of the proposed lines into the config, which has to be taken then."""
-    lines = text.partition("the first costs least:\n")[2].splitlines()
+    lines = text.partition("cheapest first:\n")[2].splitlines()
     changed = [{**config, **json.loads("{" + line + "}")} for line in lines]
     for each in changed:
         load(each)
@@ -53,10 +53,10 @@ def test_the_error_stays_what_it_is_and_says_more() -> None:
     text = str(caught.value)
     assert len(caught.value.args) == 1, "accelerate's search for a batch size looks at that"
     assert text.startswith("CUDA out of memory. Tried to allocate 9.00 GiB.")
-    assert "\nzlaunch: out of memory in forward:\n" in text and "planned, without activations: " in text
+    assert "\nzlaunch: out of memory in forward:\n" in text and "planned without activations: " in text
     # other tests may have left something in this process
-    assert f"the largest holders: float32 {list(kept.shape)} 114 MiB" in text
-    assert "; besides, what autograd keeps for the backward pass" in text
+    assert f"largest tensors: float32 {list(kept.shape)} 114 MiB" in text
+    assert "; plus the activations saved for the backward pass" in text
     assert paste(text, config) == [
         {**config, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
     ]
@@ -110,7 +110,7 @@ def test_what_has_everything_is_told_so() -> None:
         max_in_cpu_numel=0,
     )
     assert all_used.changes(2**30, 1, 1, of_pass=True) == []
-    assert "no line of the config would save much: take more GPUs" in all_used.explain(2**30, "forward", 1, 1)
+    assert "no config setting saves much: use more GPUs" in all_used.explain(2**30, "forward", 1, 1)
 
 
 def test_only_what_helps_where_it_ran() -> None:

@@ -81,6 +81,6 @@ def test_fewer_bits_are_proposed_where_the_optimizer_has_them() -> None:
     assert list(narrowed(replace(second, state_bytes=1.0))) == []
     tight = Amounts(device=10 * GIB, host=GIB)
     text = advice(replace(able, stage=1), tight)
-    assert 'in fewer bits: "optimizer": {"params": {"state_dtype": "int8"}}, "bf16": {"master' in text
+    assert 'optimizer state: "optimizer": {"params": {"state_dtype": "int8"}}, "bf16": {"master' in text
     stepping = replace(setting(1), can_step_in_backward=True)
     assert '"stage": 2, "step_in_backward": true' in advice(stepping, Amounts(device=16 * GIB, host=GIB))

@@ -138,7 +138,7 @@ def test_words_and_numbers_for_groups() -> None:
 
 def test_errors_are_not_kept_in_a_scale_that_changes() -> None:
     zero = {"stage": 3, **GRADIENTS, "zeropp_loco_param": {}}
-    with pytest.raises(ConfigError, match="zeropp_loco_param: keeps errors in the scale of the loss"):
+    with pytest.raises(ConfigError, match="zeropp_loco_param: stores errors in units of the loss scale"):
         load({"zero_optimization": zero, "fp16": {"enabled": True}})
     load({"zero_optimization": zero, "fp16": {"enabled": True, "loss_scale": 128}})
 

@@ -175,7 +175,7 @@ def _written(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["read", "written", "written, then gathered"])
 def test_a_write_to_rounded_values_is_noticed_and_a_read_is_none(how: str) -> None:
-    said = "" if how == "read" else "layers.1 was changed in place while it was gathered (ZeRO stage 3)"
+    said = "" if how == "read" else "layers.1 was changed in place while gathered (ZeRO stage 3)"
     assert run_workers(_written, 4, how, env=GLOO) == [said] * 4
 
 

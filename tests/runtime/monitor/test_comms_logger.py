@@ -79,7 +79,7 @@ def test_every_collective_is_in_the_table(stage: int, over: str) -> None:
         assert nbytes["reduce_scatter"] == moved["reduce_scatter"] * 4
         assert moved["broadcast"] * 4 <= nbytes["broadcast"] <= moved["broadcast"] * 8  # int64 among them
     lines = results[0]["printed"].splitlines()
-    assert lines[0] == "zlaunch: collectives of engine 1, with the times of rank 0"
+    assert lines[0] == "zlaunch: collectives of engine 1, timed on rank 0"
     assert len(lines) == 2 + len(results[0]["rows"])
     assert not results[1]["printed"]
 
@@ -106,7 +106,7 @@ def test_only_what_was_asked_for_is_logged() -> None:
     }
     assert "layers.0" in each
     first, _, last = rest.partition("--\n")
-    assert "over least ms" in first and "over least ms" not in last
+    assert "wait ms" in first and "wait ms" not in last
     for table in (first, last):
         assert set(re.findall(r"^  (\w+) +[\d.]+ [KB]", table, re.M)) == {"reduce_scatter"}
 

@@ -114,7 +114,7 @@ def test_the_split_of_a_steps_time(
 def test_the_memory_after_a_step(every: int | None, steps: list[int], tmp_path: Path) -> None:
     extra = {"memory_breakdown": True, "steps_per_print": every}
     (_, printed), (_, other) = run_workers(_train, 2, str(tmp_path), extra, 3)
-    found = re.findall(r"zlaunch: memory \(GB\) after step (\d+): in the host ([\d.]+)", printed)
+    found = re.findall(r"zlaunch: memory \(GB\) after step (\d+): host ([\d.]+)", printed)
     assert [int(step) for step, _ in found] == steps and all(float(gb) > 0.01 for _, gb in found)
     assert "memory (GB)" not in other
 

@@ -60,7 +60,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     engine, file = DiskEngine(), ScratchFile(tmp_path / "state.bin")
     file.reserve(16 * ALIGN_BYTES)
     os.truncate(tmp_path / "state.bin", 8 * ALIGN_BYTES)
-    with pytest.raises(DiskError, match=r"state.bin: ends at 32768: somebody has truncated it"):
+    with pytest.raises(DiskError, match=r"state.bin: ends at byte 32768: another process truncated it"):
         engine.read(file, aligned_buffer(16 * ALIGN_BYTES)).wait()
 
 
@@ -98,7 +98,7 @@ def test_a_full_disk_is_said_before_and_during(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=True)
     try:
         engine, file = DiskEngine(), ScratchFile(tmp_path / "file")
-        with pytest.raises(DiskError, match=r"no space left for [\d.]+ MiB: free some, or take") as caught:
+        with pytest.raises(DiskError, match=r"no space left for [\d.]+ MiB: free space, or use") as caught:
             file.reserve(4 << 20)
         assert caught.value.errno == errno.ENOSPC
         with pytest.raises(DiskError, match="no space left"):

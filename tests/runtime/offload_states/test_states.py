@@ -300,16 +300,16 @@ def _refusals() -> str:
     engine = _engine(3)
     for include, text in (
         (["optimizer"], "'optimizer' is not one of optim_states, hp_params"),
-        ("optim_states", "takes a list"),
-        (5, "takes a list"),
+        ("optim_states", "expected a list"),
+        (5, "expected a list"),
     ):
         with pytest.raises(ValueError, match=text):
             engine.offload_states(include)
-    with pytest.raises(ValueError, match=r'"cpu" alone'):
+    with pytest.raises(ValueError, match=r'only "cpu" is supported'):
         engine.offload_states(device="nvme")
     with (
         zlaunch.zero.GatheredParameters(engine.module.parameters()),
-        pytest.raises(zlaunch.OffloadedError, match="leave GatheredParameters first"),
+        pytest.raises(zlaunch.OffloadedError, match="exit GatheredParameters first"),
     ):
         engine.offload_states()
     said: list[str] = []

@@ -95,7 +95,7 @@ def _refused(engine: Any) -> None:
     groups = engine.optimizer.param_groups
     before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     weight = engine.module.state_dict()["layer.weight"].clone()
-    with pytest.raises(zlaunch.OptimizerError, match="shift has its first gradient"):
+    with pytest.raises(zlaunch.OptimizerError, match="shift gets its first gradient"):
         _step(engine, X)
     after = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     assert after == before

@@ -258,7 +258,7 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
         OneBitAdam(weight, freeze_step=0)
     with pytest.raises(ValueError, match="OneBitLamb: coeff"):
         OneBitLamb(weight, factor_min=5.0)
-    with pytest.raises(zlaunch.OptimizerError, match=r"give it to zlaunch\.initialize"):
+    with pytest.raises(zlaunch.OptimizerError, match=r"pass it to zlaunch\.initialize"):
         OneBitAdam(weight).step()
     assert run_workers(_refused, 2) == [None, None]
 

@@ -495,8 +495,8 @@ def _refused(folder: str) -> list[str]:
 def test_refusals(tmp_path: Path) -> None:
     said = run_workers(_refused, 1, str(tmp_path))[0]
     words = [
-        "Adagrad keeps its state in fp32",
-        "records on disk are fp32",
+        "Adagrad supports fp32 state only",
+        "state on NVMe is fp32",
         "torch.float64",
         "int4",
         "maximize of SGD",

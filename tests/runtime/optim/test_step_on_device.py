@@ -97,4 +97,4 @@ def _floor() -> str:
 
 def test_the_floor_is_found_one_step_later() -> None:
     (message,) = run_workers(_floor, 1)
-    assert message.startswith("2 the loss scale is at its minimum, 1")
+    assert message.startswith("2 gradients overflow at the minimum loss scale, 1")

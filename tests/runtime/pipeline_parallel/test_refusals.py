@@ -157,21 +157,21 @@ def _refused_at_once() -> list[str]:
 
 SAID = [
     "Network has no nn.ModuleList of layers of one class",
-    "2 layers cannot be divided into 4 parts",
-    "[2, 3] does not divide 4 layers into 2 parts",
-    "norm, a BatchNorm1d, keeps statistics",
-    "norm, a MultiheadAttention, cannot be left out",
-    "is 2, and pipeline parallelism goes with stages 0 and 1",
-    "is 3, and pipeline parallelism goes with stages 0 and 1",
-    "engine(...) is not available",
-    "engine.backward() is not available",
-    "engine.step() is not available",
-    "needs a data_iter, or the training_data",
-    "a pair of inputs and labels, not Tensor",
-    "were given different batches",
-    "have to be of one shape, not",
-    "a multiple of the 2 stages, not 3",
-    "called outside of engine.train_batch and eval_batch",
+    "cannot split 2 layers into 4 parts",
+    "[2, 3] does not split 4 layers into 2 parts",
+    "norm, a BatchNorm1d, keeps running statistics",
+    "norm, a MultiheadAttention, must run on every stage",
+    "is 2, and pipeline parallelism supports ZeRO stages 0 and 1",
+    "is 3, and pipeline parallelism supports ZeRO stages 0 and 1",
+    "engine(...) is not supported",
+    "engine.backward() is not supported",
+    "engine.step() is not supported",
+    "needs data_iter, or training_data",
+    "a pair of inputs and labels, got Tensor",
+    "got different batches",
+    "must have one shape, got",
+    "a multiple of the 2 stages, got 3",
+    "called outside engine.train_batch and eval_batch",
 ]
 
 
@@ -194,18 +194,18 @@ def _train_unusual(unusual: str, has_loss: bool) -> None:
 @pytest.mark.parametrize(
     ("unusual", "said"),
     [
-        ("between", r"layers\.1 is not called with what the layer before it has returned"),
-        ("further", r"layers\.0 is called with a further tensor that needs a gradient"),
-        ("late module", "norm is used before the layers, but is registered after them"),
-        ("early module", "words is used after the layers, but is registered before them"),
-        ("too few", r"layers\.0 is not called as layer 0 of a pass"),
-        ("in place", r"layers\.1 is not called with what the layer before it has returned"),
-        ("middle head", "norm is used before the layers, but is registered after them"),
-        ("residual", "the loss is computed from what another stage has"),
-        ("penalty", "the loss is computed from what another stage has"),
-        ("mask", r"the output of layers\.2 is computed from what another stage has"),
-        ("counts", r"layers\.0\.count is a buffer that passes change"),
-        ("keeps", r"keeps a tensor as layers\.0\.kept, which other stages do not have"),
+        ("between", r"the input of layers\.1 is not the output of the preceding layer"),
+        ("further", r"layers\.0 gets a second tensor that requires a gradient"),
+        ("late module", "norm is used before the layers but registered after them"),
+        ("early module", "words is used after the layers but registered before them"),
+        ("too few", r"layers\.0 is layer 0 of the model, but"),
+        ("in place", r"the input of layers\.1 is not the output of the preceding layer"),
+        ("middle head", "norm is used before the layers but registered after them"),
+        ("residual", "the loss depends on another stage's values"),
+        ("penalty", "the loss depends on another stage's values"),
+        ("mask", r"the output of layers\.2 depends on another stage's values"),
+        ("counts", r"training changes the buffer layers\.0\.count"),
+        ("keeps", r"stores a tensor in layers\.0\.kept, which other stages do not have"),
         ("raises", r"\nArithmeticError: this layer fails\s*$"),
     ],
 )
@@ -215,7 +215,7 @@ def test_what_a_pass_refuses(unusual: str, said: str) -> None:
 
 
 def test_a_loss_is_needed() -> None:
-    with pytest.raises(WorkerError, match=r"output has no loss: give train_batch a loss_fn"):
+    with pytest.raises(WorkerError, match="output has no loss: pass loss_fn"):
         run_workers(_train_unusual, 2, "", False)
 
 
@@ -244,7 +244,7 @@ def _goes_on_after_an_error() -> None:
 
 
 def test_a_stage_that_goes_on_after_an_error_does_not_hang() -> None:
-    with pytest.raises(WorkerError, match="an earlier pass ended in an exception on this stage"):
+    with pytest.raises(WorkerError, match="an earlier pass raised an exception on this stage"):
         run_workers(_goes_on_after_an_error, 2)
 
 

@@ -202,7 +202,7 @@ def _messages() -> None:
     with redirect_stdout(said):
         engine, *_ = zlaunch.initialize(model=Scaled(), config=settings)
     is_first = torch.distributed.get_rank() == 0
-    assert ("'sclae' is in no name of a parameter or buffer" in said.getvalue()) is is_first
+    assert ("'sclae' matches no parameter or buffer" in said.getvalue()) is is_first
     assert "'firs*' is in" not in said.getvalue()
     assert engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     engine.destroy()

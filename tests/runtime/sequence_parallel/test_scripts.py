@@ -74,10 +74,10 @@ def _said(kind: str) -> str:
     [
         ("early", "split was called, with a tensor [2, 4, 8], before zlaunch.initialize"),
         ("never", "Attention has not called zlaunch.sequence.attention"),
-        ("two", "different sizes of parallel.sequence"),
+        ("two", "different parallel.sequence sizes"),
         ("length", "5 tokens cannot be divided by 2 ranks: pad sequences to a multiple of 2"),
         ("heads", "3 attention heads and 3 key-value heads cannot be divided by 2 ranks"),
-        ("mask", "attn_mask is [2, 2], but attention is on whole sequences of 4 tokens"),
+        ("mask", "attn_mask is [2, 2], but attention runs on whole sequences of 4 tokens"),
     ],
 )
 def test_mistakes_are_named(kind: str, text: str) -> None:

@@ -88,5 +88,5 @@ def _train_in_turn() -> tuple[float, str, bool]:
 def test_engines_of_different_sizes_train_in_turn() -> None:
     for error, said, is_divided in run_workers(_train_in_turn, 2):
         assert error <= TOLERANCE
-        assert "outside of a model's forward" in said and "different sizes of parallel.sequence" in said
+        assert "outside a model's forward" in said and "different parallel.sequence sizes" in said
         assert is_divided

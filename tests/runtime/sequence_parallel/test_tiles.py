@@ -81,8 +81,8 @@ def _said(section: dict[str, Any], family: str) -> str:
     ("section", "family", "text"),
     [
         ({"tiled_loss": True}, "none", "tiled_loss needs a Hugging Face model with the loss ForCausalLM"),
-        ({"tiled_mlp": True}, "none", "no modules of linear layers called mlp"),
-        ({"tiled_loss": True}, "gemma2", "computes with its logits before the loss"),
+        ({"tiled_mlp": True}, "none", "no MLP modules named mlp"),
+        ({"tiled_loss": True}, "gemma2", "changes its logits before the loss"),
     ],
     ids=["loss", "mlp", "capped"],
 )
@@ -102,7 +102,7 @@ def _without_labels() -> str:
 
 def test_a_loss_of_logits_is_said_not_to_be_tiled() -> None:
     (said,) = run_workers(_without_labels, 1)
-    assert said.count("tiled_loss has no effect on a pass without labels") == 1
+    assert said.count("tiled_loss has no effect without labels") == 1
 
 
 class Activations(TorchDispatchMode):

@@ -124,7 +124,7 @@ def _one_is_killed() -> None:
     try:
         comm.reduce_scatter(torch.empty(4), bucket).wait()
     except PeerLost as error:
-        os._exit(0 if "rank 1 has ended" in str(error) else 3)
+        os._exit(0 if "rank 1 exited" in str(error) else 3)
     os._exit(4)
 
 

@@ -85,9 +85,7 @@ def test_plans_that_modules_are_given() -> None:
 
 
 def test_a_plan_for_something_else_is_refused() -> None:
-    with pytest.raises(
-        zlaunch.ParameterError, match="tensor_parallel: the model has nothing of the name layer"
-    ):
+    with pytest.raises(zlaunch.ParameterError, match="tensor_parallel: no module or parameter matches layer"):
         zlaunch.tensor_parallel(_Network(), {"layer.*.up": "colwise"})
     with pytest.raises(zlaunch.ParameterError, match="up: the style 'columns' is not supported"):
         zlaunch.tensor_parallel(_Network(), {"layers.*.up": "columns"})
@@ -151,9 +149,9 @@ def _wrong(kind: type[_Network], plan: dict[str, str]) -> str:
     ("kind", "plan", "said"),
     [
         (_Network, {"layers.*.up.weight": "colwise", "layers.*.down.weight": "rowwise"},
-         "layers.0.up.weight is of a Linear: give the module the style, layers.0.up"),
+         "layers.0.up.weight belongs to a Linear: set the style on the module, layers.0.up"),
         (_Network, {"layers.*.down": "rowwise"}, "layers.0.down gets 12 inputs on each rank"),
-        (_Twice, {"again.weight": "colwise"}, "again is one module with another name"),
+        (_Twice, {"again.weight": "colwise"}, "again is another name of the same module"),
         (_Normed, PLANS[0], "layers.0.down.weight is computed from other parameters"),
         (_Replaced, PLANS[1], "head.forward was replaced"),
     ],

@@ -191,7 +191,7 @@ def test_handles_give_whole_tensors_and_different_batches_are_refused() -> None:
     for found in run_workers(_handles, 2):
         assert found["part"] == (24, 32)
         assert found["state"] and found["loaded"]
-        assert "ranks 0 to 1 share each layer" in found["batches"]
+        assert "ranks 0 to 1 are one tensor-parallel group" in found["batches"]
 
 
 def _moved() -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _sampled() -> str:
 
 def test_words_that_each_rank_samples_for_itself_are_refused() -> None:
     for said in run_workers(_sampled, 2):
-        assert "were given different batches" in said and "generate" in said
+        assert "got different batches" in said and "generate" in said
 
 
 def _labels_of_no_word() -> list[str]:
@@ -326,13 +326,13 @@ def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str
     [
         ("none", {}, {}, "Linear has no plan"),
         ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {},
-         "2 ranks cannot share 3 attention heads"),
+         "cannot shard 3 attention heads and"),
         ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 24}, {},
-         "cannot share 1 attention head and 1 key-value head; possible sizes: 1"),
+         "cannot shard 1 attention head and 1 key-value head over 2 ranks; possible sizes: 1"),
         ("llama", {"intermediate_size": 45}, {},
          "cannot be divided by 2; possible sizes: 1, 3, 5, 9, 15, 45"),
         ("llama", {}, {"tensor_parallel": {"plan": {"model.layers.*.mlp.up_pro": "colwise"}}},
-         "nothing of the name model.layers.*.mlp.up_pro, did you mean model.layers.*.mlp.up_proj?"),
+         "or parameter matches model.layers.*.mlp.up_pro, did you mean model.layers.*.mlp.up_proj?"),
         ("llama", {}, {"tensor_parallel": {"plan": {"model.embed_tokens": "colwise"}}},
          "is an Embedding: colwise"),
         ("llama", {}, {"tensor_parallel": {"plan": {"model.norm": "colwise"}}},

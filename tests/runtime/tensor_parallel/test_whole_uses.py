@@ -105,8 +105,8 @@ def _said(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("both", "scale is used with a part of an activation (mul) and with whole values (mul)"),
-        ("gated", "mul computes with a part of an activation and with one that each rank has whole, [8, 1]"),
+        ("both", "scale is used with a sharded activation (mul) and with a replicated one (mul)"),
+        ("gated", "mul combines a sharded activation with a replicated one, [8, 1]"),
     ],
 )
 def test_other_uses_are_refused_in_the_first_pass(kind: str, text: str) -> None:

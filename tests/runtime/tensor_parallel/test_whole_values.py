@@ -93,7 +93,7 @@ def test_what_comes_to_differ_is_named(kind: str, stage: int, name: str) -> None
         assert found == ["", ""]
         return
     assert any(
-        f"{each} has become another on ranks that share each layer" in said
+        f"{each} is replicated in the tensor-parallel group but now differs" in said
         for said in found
         for each in name.split("|")
     ), found
@@ -103,7 +103,7 @@ def test_what_comes_to_differ_is_named(kind: str, stage: int, name: str) -> None
 @pytest.mark.parametrize("kind", ["parts at the end", "random"])
 def test_other_outputs_are_found(kind: str, stage: int) -> None:
     for said in run_workers(_train, 2, kind, stage):
-        assert said.startswith("the model's outputs differ on ranks 0 to 1, which share each layer"), said
+        assert said.startswith("the model's outputs differ on ranks 0 to 1, a tensor-parallel group"), said
 
 
 @pytest.mark.parametrize("stage", [0, 3])

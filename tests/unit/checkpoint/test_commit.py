@@ -156,5 +156,5 @@ def test_latest_names_the_tag_and_the_script_beside_it_can_be_run(tmp_path: Path
 
 @pytest.mark.parametrize("tag", ["", " a", "a/b", ".a", "latest", "auto", "a\0"])
 def test_a_tag_that_could_not_be_found_again_is_refused(tag: str) -> None:
-    with pytest.raises(CheckpointError, match="must be a plain name"):
+    with pytest.raises(CheckpointError, match="must be a plain folder name"):
         check_tag(tag)

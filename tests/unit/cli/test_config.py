@@ -66,7 +66,7 @@ def test_warnings_are_not_among_the_values(tmp_path: Path) -> None:
     [
         ({"bf16": True}, '"bf16": {"enabled": true}'),
         ({"train_batch_size": 6}, "6 is not a multiple of world size 4"),
-        ({}, "batch size is not known"),
+        ({}, "no batch size is set"),
     ],
 )
 def test_a_config_that_is_no_good(tmp_path: Path, source: dict[str, Any], expected: str) -> None:

@@ -118,7 +118,7 @@ def test_a_script_s_own_config_is_left_alone(launch: Launch, text: str) -> None:
 )
 def test_mistakes_inside(launch: Launch, option: str, change: dict[str, Any], expected: str) -> None:
     said = refused(launch, option, "ds.json", files={"ds.json": {**GOOD, **change}})
-    assert said.startswith("ds.json is not a good config:\nds.json: ") and expected in said
+    assert said.startswith("ds.json is not a valid config:\nds.json: ") and expected in said
 
 
 def test_what_others_fill_in_is_left_open(launch: Launch) -> None:

@@ -167,7 +167,7 @@ def test_no_picture_without_matplotlib(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ([], "give one of MODEL, --hf_config and --params"),
+        ([], "pass MODEL, --hf_config or --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
         (["model.py:Net", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
         ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
@@ -181,22 +181,28 @@ def test_no_picture_without_matplotlib(
         (["7B"], "'7B' is a number of parameters: use --params 7B"),
         (
             ["model.py:Net", "--input", "7,7"],
-            "on fake tensors, with an input of 7,7 in bfloat16; of token ids",
+            "on fake tensors, with an input of 7,7 in bfloat16; for token ids",
         ),
-        (["model.py:Net", "--input", "7,7:int"], "a dtype (int64, float32, bfloat16, float16)"),
+        (
+            ["model.py:Net", "--input", "7,7:int"],
+            "if it is not the model's (int64, float32, bfloat16, float16)",
+        ),
         (["model.py:Nett"], "model.py:Nett: no such name; did you mean Net?"),
-        (["model.py:torch"], "model.py:torch: torch is a module, no function"),
-        (["model.py:wide"], "model.py:wide needs arguments (width): name a function that needs none"),
+        (["model.py:torch"], "model.py:torch: torch is a module, not a function"),
+        (["model.py:wide"], "model.py:wide needs arguments (width): use a function without"),
         (["model.py:broken"], "RuntimeError: my own"),
         (["nowhere.py:Net"], "nowhere.py: no such file"),
-        (["script.py:Net"], 'What trains belongs under `if __name__ == "__main__":`'),
+        (["script.py:Net"], 'put its training code under `if __name__ == "__main__":`'),
         (["model.py:Net", "--gpus", "2", "--tensor", "2"], "Net has no plan for tensor parallelism"),
         (["--params", "1e9", "--gpus", "8", "--tensor", "3"], "--tensor 3: needs a multiple of 3 GPUs"),
-        (["--params", "1e9", "--gpus", "2", "--expert", "2"], "give MODEL or --hf_config"),
-        (["--params", "1000", "--gpus", "2", "--pipeline", "2"], "give --hidden and --layers"),
-        ([*BIG, "--gpus", "97", "--pipeline", "97"], "96 layers cannot be divided into 97 stages"),
+        (["--params", "1e9", "--gpus", "2", "--expert", "2"], "pass MODEL or --hf_config"),
+        (["--params", "1000", "--gpus", "2", "--pipeline", "2"], "pass --hidden and --layers"),
+        ([*BIG, "--gpus", "97", "--pipeline", "97"], "cannot split 96 layers into 97 pipeline stages"),
         ([*BIG, "--gpus", "8", "--sequence", "8", "--seq", "1001"], "--seq 1001 cannot be divided by"),
-        ([*BIG, "--gpus", "2", "--tensor", "2", "--simulate"], "does not know what --tensor sends"),
+        (
+            [*BIG, "--gpus", "2", "--tensor", "2", "--simulate"],
+            "does not model the communication of --tensor",
+        ),
         (
             ["model.py:Net", "--input", "8,64", "--gpus", "2", "--sequence", "2"],
             "cannot be combined with --input",
@@ -209,7 +215,7 @@ def test_no_picture_without_matplotlib(
         (["--params", "1e9", "--simulate", "--measured", "model.py"], "--measured model.py is not JSON"),
         (["--params", "1e9", "--gpu_mem", "8", "--for", "fits", "--simulate"], "remove --simulate"),
         (["model.py:Net", "--simulate"], "--simulate needs the operations of MODEL: give --input"),
-        (["--params", "1e9", "--plot", "memory.xyz"], "unknown suffix '.xyz'; there is "),
+        (["--params", "1e9", "--plot", "memory.xyz"], "unknown suffix '.xyz'; use one of "),
         (["--params", "1e9", "--plot", "nowhere/memory.png"], "--plot nowhere/memory.png: no such folder"),
     ],
 )
@@ -351,7 +357,7 @@ def test_a_name_that_the_hub_does_not_have(
         assert f"org/none: no such file or folder, and no such model at {hub}" in said
     else:
         assert "org/none: no such file or folder, and http://127.0.0.1:9 does not answer (" in said
-        assert "Download the model's config.json and name it, or give --params" in said
+        assert "Download the model's config.json and pass its path, or use --params" in said
 
 
 def test_steps_in_the_backward_pass_need_less_at_stages_2_and_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "run.sh": ("run.sh", "--no_python"),
     "job.sbatch": ("job.sbatch", "sbatch job.sbatch"),
     "": ("no script", "zlaunch -h"),
-    "-m train.py": ("train.py", "leave out -m"),
+    "-m train.py": ("train.py", "remove -m"),
     # Values
     "--num_gpus all train.py": ("--num_gpus", "'all'", "whole number"),
     "--num_gpus 0 train.py": ("--num_gpus", "0"),

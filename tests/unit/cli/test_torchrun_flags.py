@@ -134,7 +134,7 @@ def test_without_them_nothing_changes() -> None:
         ("--nnodes 1:4", HERE, "--nnodes 1:4: the number of nodes is fixed"),
         ("--nnodes many", HERE, "--nnodes many: expected a number of nodes"),
         ("--nnodes 0", HERE, "--nnodes 0: expected a number of nodes"),
-        ("--nnodes 2", HERE, "--rdzv_endpoint, or name them all with --hostfile"),
+        ("--nnodes 2", HERE, "--rdzv_endpoint, or list all hosts with --hostfile"),
         ("--nnodes 2 --rdzv_endpoint n1:1", HERE, "--node_rank R"),
         ("--nnodes 3", STEP, "--nnodes 3: srun has started this on 2 node(s)"),
         ("--nnodes 2 --node_rank 0", HERE, "give node 0's address with --master_addr"),

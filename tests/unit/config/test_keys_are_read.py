@@ -237,7 +237,7 @@ def test_the_opposite_of_what_holds_is_said_in_one_line() -> None:
     }
     assert load(source).warnings == (
         "<dict>: zero_forced: unknown key, ignored",
-        "<dict>: no effect, docs/config.md says what holds instead: zero_optimization.contiguous_gradients "
+        "<dict>: no effect, docs/config.md names the fixed behavior: zero_optimization.contiguous_gradients "
         "false, zero_optimization.overlap_comm false, zero_optimization.offload_optimizer.fast_init false, "
         "zero_optimization.memory_efficient_linear false",
     )

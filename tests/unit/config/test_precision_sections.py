@@ -89,11 +89,11 @@ def test_two_at_once_are_refused(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"opt_level": "O2"}, 'amp.opt_level: "O2" asks for apex\'s fp16 parameters'),
+        ({"opt_level": "O2"}, 'amp.opt_level: "O2" is apex\'s training with fp16 parameters'),
         ({"opt_level": "O3"}, '"fp16": {"enabled": true} instead of amp'),
         ({"opt_level": "O4"}, "amp.opt_level: "),
-        ({"max_loss_scale": 1024}, "amp.max_loss_scale: 1024.0 asks for a limit of the loss scale"),
-        ({"num_losses": 2}, "amp.num_losses: 2 asks for loss scales of several losses"),
+        ({"max_loss_scale": 1024}, "amp.max_loss_scale: 1024.0 asks for a maximum loss scale"),
+        ({"num_losses": 2}, "amp.num_losses: 2 asks for separate loss scales"),
         ({"keep_batchnorm_fp32": True}, "amp.keep_batchnorm_fp32: true asks for a setting of O2"),
         ({"keep_batchnorm_fp32": "False"}, "amp.keep_batchnorm_fp32: "),
         ({"master_weights": True}, "amp.master_weights: "),

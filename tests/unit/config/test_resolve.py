@@ -58,18 +58,18 @@ def test_batch_mistakes(given: dict[str, Any]) -> None:
     [
         (
             {TRAIN: 8, MICRO: 4},
-            f"8 is less than {MICRO} 4 * world size 4 = 16 (a step takes one micro batch on every rank, or "
-            f"more); set it to 16 or a multiple of it, or change {MICRO} or the number of ranks",
+            f"8 is less than {MICRO} 4 * world size 4 = 16 (a step takes at least one micro-batch on every "
+            f"rank); set it to 16 or a multiple of it, or change {MICRO} or the number of ranks",
         ),
         (
             {TRAIN: 2},
-            "2 is less than world size 4 (a step takes one sample on every rank, or more); set it to 4 or a "
+            "2 is less than world size 4 (a step takes at least one sample on every rank); set it to 4 or a "
             f"multiple of it, or change the number of ranks, or leave it out and give {MICRO}",
         ),
         (
             {TRAIN: 30, MICRO: 4, GAS: "auto"},
-            f"30 is not a multiple of {MICRO} 4 * world size 4 = 16 (a step takes one micro batch on every "
-            f"rank, or more); set it to 16 or 32, or change {MICRO} or the number of ranks",
+            f"30 is not a multiple of {MICRO} 4 * world size 4 = 16 (a step takes at least one micro-batch "
+            f"on every rank); set it to 16 or 32, or change {MICRO} or the number of ranks",
         ),
         (
             {TRAIN: 32, MICRO: 4, GAS: 3},
@@ -97,7 +97,7 @@ def test_what_only_the_script_knows_may_not_stay_open(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_open(load(given))
     (line,) = caught.value.problems
-    assert line.startswith(f'<dict>: {path}: "auto" is for the Hugging Face Trainer') and "give" in line
+    assert line.startswith(f"<dict>: {path}: only the Hugging Face Trainer") and "set" in line
     refuse_open(load({"gradient_clipping": 1.0, "fp16": {"enabled": "auto"}}))
 
 
@@ -110,7 +110,7 @@ def test_settled_values_are_said_in_one_line() -> None:
     }
     (line,) = resolve(load(source), world_size=3, hidden_size=8).resolved_auto()
     assert line == (
-        '<dict>: "auto" is settled as fp16.enabled false, optimizer.params.foo left out, optimizer.params.lr '
+        '<dict>: "auto" is set to fp16.enabled false, optimizer.params.foo left out, optimizer.params.lr '
         "0.01, train_batch_size 3, zero_optimization.reduce_bucket_size 64"
     )
     assert resolve(load({"train_batch_size": 3}), world_size=3).resolved_auto() == []
@@ -118,7 +118,7 @@ def test_settled_values_are_said_in_one_line() -> None:
 
 def test_a_batch_size_that_nothing_has_given_is_warned_of() -> None:
     (line,) = resolve(load({MICRO: "auto"}), world_size=2).guesses()
-    assert line.startswith(f'<dict>: {MICRO}: "auto" became 1') and "give it a number" in line
+    assert line.startswith(f'<dict>: {MICRO}: "auto" became 1') and "set a number" in line
     for source in ({MICRO: 2}, {TRAIN: 4, MICRO: "auto"}, {MICRO: 2, TRAIN: "auto"}):
         assert resolve(load(source), world_size=2).guesses() == []
 
@@ -213,7 +213,7 @@ def test_total_num_steps_must_be_given() -> None:
     loaded = load(
         {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
     )
-    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps.*must be given"):
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps.*set a value"):
         resolve(loaded, world_size=1)
 
 

@@ -377,11 +377,11 @@ def test_modes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_on_which_nothing_can_be_launched() -> None:
-    assert "a kernel cannot be run on cuda:0 (" in loader.trial.__wrapped__(0)
+    assert "a test kernel failed on cuda:0 (" in loader.trial.__wrapped__(0)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13"), (None, "not built for CUDA")]
+    ("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13"), (None, "has no CUDA support")]
 )
 def test_what_stands_in_the_way_of_cupy(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, extra: str

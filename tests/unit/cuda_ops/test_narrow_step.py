@@ -276,7 +276,7 @@ def test_momentum_without_a_count_is_kept() -> None:
         ("AdamW", {"state_dtype": "bf16", "fused": False}, torch.float32, "fused=False of AdamW"),
         ("AdamW", {"state_dtype": "bf16", "maximize": True}, torch.bfloat16, "maximize of AdamW"),
         ("SGD", {"state_dtype": "bf16", "foreach": True}, torch.float32, "foreach of SGD"),
-        ("SGD", {"state_dtype": "bf16", "momentum": 0.0}, torch.float32, "without momentum keeps no state"),
+        ("SGD", {"state_dtype": "bf16", "momentum": 0.0}, torch.float32, "without momentum has no state"),
         ("Lion", {"state_dtype": "int8"}, torch.float64, "master values of torch.float64"),
     ],
 )

@@ -77,7 +77,7 @@ def test_everything_is_unlocked_before_it_goes(driver: Driver) -> None:
 def test_a_refusal_is_one_warning(driver: Driver) -> None:
     pool = PinnedPool(pin=True)
     pool.take(6 * PAGE_BYTES)
-    with pytest.warns(RuntimeWarning, match=r"the system refused \(CUDA error 712\)") as caught:
+    with pytest.warns(RuntimeWarning, match=r"the driver refused \(CUDA error 712\)") as caught:
         pool.take(4 * PAGE_BYTES)
         pool.take(5 * PAGE_BYTES)
     assert len(caught) == 1 and pool.statistics().pinned_bytes == 6 * PAGE_BYTES

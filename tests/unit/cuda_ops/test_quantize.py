@@ -389,7 +389,7 @@ E: dict[str, Any] = {"bits": 8, "beta": 0.5}
         (lambda: quantize(F, P.view(torch.int8), bits=8), "packed is torch.int8"),
         (lambda: quantize(F, P[:-4], bits=8), "packed has 256 bytes, expected 260 for 256"),
         (lambda: quantize(F, P.to("meta"), bits=8), "packed is on meta"),
-        (lambda: quantize(F, torch.zeros(300, dtype=torch.uint8)[1:261], bits=8), "not a multiple of 4"),
+        (lambda: quantize(F, torch.zeros(300, dtype=torch.uint8)[1:261], bits=8), "be aligned to 4 bytes"),
         (lambda: quantize_with_error(F, F[:128], P, **E), "error has 128 elements, expected 256"),
         (lambda: quantize_with_error(F, B, P, **E), "error is torch.bfloat16, expected torch.float32$"),
         (lambda: quantize_with_error(B, B.half(), P, **E), "error is .* torch.float32 or torch.bfloat16"),

@@ -15,15 +15,15 @@ V: Signature = ("v", (3,), "torch.float32", True)
 @pytest.mark.parametrize(
     ("reference", "other", "words"),
     [
-        ([W, V], [V, W], "where rank 0 has parameter w, it has v"),
-        ([W], [("w", (2, 4), "torch.float32", True)], "parameter w has shape [2, 4], on rank 0 [2, 3]"),
+        ([W, V], [V, W], "it has parameter v, rank 0 has w"),
+        ([W], [("w", (2, 4), "torch.float32", True)], "parameter w has shape [2, 4], but [2, 3] on rank 0"),
         (
             [W],
             [("w", (2, 3), "torch.float16", True)],
-            "parameter w is torch.float16, on rank 0 torch.float32",
+            "parameter w is torch.float16, but torch.float32 on rank 0",
         ),
-        ([W], [("w", (2, 3), "torch.float32", False)], "parameter w is frozen, on rank 0 the opposite"),
-        ([("w", (2, 3), "torch.float32", False)], [W], "parameter w is trainable, on rank 0 the opposite"),
+        ([W], [("w", (2, 3), "torch.float32", False)], "parameter w is frozen, but not on rank 0"),
+        ([("w", (2, 3), "torch.float32", False)], [W], "parameter w is trainable, but not on rank 0"),
         ([W], [W, V], "only it has parameter v"),
         ([W, V], [W], "only rank 0 has parameter v"),
         ([], [W], "only it has parameter w"),

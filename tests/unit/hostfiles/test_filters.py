@@ -34,16 +34,16 @@ def test_patterns_stand_for_their_hosts() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "a host name is missing"),
-        ("a@@b", "a host name is missing"),
+        ("", "missing host name"),
+        ("a@@b", "missing host name"),
         ("worker-0:", "'' is not a slot"),
         ("worker-0:1,,2", "'' is not a slot"),
         ("worker-0:x", "'x' is not a slot"),
         ("worker-0:-1", "'-1' is not a slot"),
-        ("worker-0:3-1", "the range '3-1' runs backwards"),
-        ("n[3-1]:0", r"'n\[3-1\]:0': .* the range '3-1' runs backwards"),
-        ("n[1-2", "a bracket is not closed"),
-        ("a,n[1-2]", "',' cannot be in a host name; write .*@HOST2"),
+        ("worker-0:3-1", "the range '3-1' is reversed"),
+        ("n[3-1]:0", r"'n\[3-1\]:0': .* the range '3-1' is reversed"),
+        ("n[1-2", "unbalanced or nested brackets"),
+        ("a,n[1-2]", "a host name cannot contain ','; write .*@HOST2"),
         ("n[1-99999]", "99999 hosts, the limit is 65536"),
     ],
 )
@@ -138,5 +138,5 @@ def test_include_and_exclude_share_the_pool(
     "text", ["@".join(f"h{n}[1-9999]" for n in range(8)), "@".join(f"h{n}:0-99999" for n in range(12))]
 )
 def test_a_filter_that_stands_for_too_much_is_refused(text: str) -> None:
-    with pytest.raises(FilterError, match="more than 65536 hosts or 1000000 slots with it"):
+    with pytest.raises(FilterError, match="exceeds 65536 hosts or 1000000 slots"):
         parse(text)

@@ -72,12 +72,12 @@ def test_pods_without_gpus() -> None:
     [
         ("--image x", "no script given"),
         ("train.py", "Missing option '--image'"),
-        ("--image x --name Run train.py", "--name 'Run': Kubernetes takes small letters"),
+        ("--image x --name Run train.py", "--name 'Run': use at most 40 lower-case letters"),
         ("--image x --memory 64GB train.py", "--memory '64GB': write it as Kubernetes does"),
         ("--image x --env HF train.py", "--env 'HF': write it as KEY=VALUE"),
         ("--image x --mount data train.py", "--mount 'data': write it as CLAIM:PATH"),
-        ("--image x --mount data:here train.py", "the path has to begin with /"),
-        ("--image x --runtime r train.py", "--runtime: a JobSet has none"),
+        ("--image x --mount data:here train.py", "the path must start with /"),
+        ("--image x --runtime r train.py", "a JobSet has no runtime"),
         ("--kind trainjob --image x --shm 1Gi train.py", "--shm: it belongs into the training runtime"),
     ],
 )

@@ -37,9 +37,9 @@ def test_a_file_that_is_gone_is_named() -> None:
 
 def test_what_is_no_host_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a 8 all.q@a UNDEFINED\nb\0c 8 all.q@b UNDEFINED\n")
-    with pytest.raises(LaunchError, match=r"Grid Engine says that 'b\\x00c' is a host"):
+    with pytest.raises(LaunchError, match=r"Grid Engine lists 'b\\x00c' as a host"):
         read_job({"PE_HOSTFILE": str(tmp_path / "hosts")})
-    with pytest.raises(LaunchError, match="LSF says that '-oProxyCommand=x' is a host"):
+    with pytest.raises(LaunchError, match="LSF lists '-oProxyCommand=x' as a host"):
         read_job({"LSB_MCPU_HOSTS": "-oProxyCommand=x 4"})
 
 

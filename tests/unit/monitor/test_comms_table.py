@@ -31,17 +31,17 @@ def test_the_table_has_every_number() -> None:
         ("all_gather", 2048, 4, ""): CommRow(count=1),
     }
     title, head, gather, reduced, barrier, note = table(rows, 2)
-    assert title == "zlaunch: collectives of engine 2, with the times of rank 0"
+    assert title == "zlaunch: collectives of engine 2, timed on rank 0"
     assert head.split()[:5] == ["operation", "size", "ranks", "count", "total"]
     assert gather.split() == ["all_gather", "2.00", "KiB", "4", "1", "0.00", "-", "-", "-"]
     assert reduced.split() == ["all_reduce", "2.86", "MiB", "4", "3", "4.00", "2.000", "1.5", "2.25"]
     assert barrier.split() == ["barrier", "0", "B", "2", "1", "1.00", "1.000", "-", "-"]
-    assert note.startswith("  2 of them have no time")
+    assert note.startswith("  2 operations are untimed")
     assert len({len(line) for line in (head, gather, reduced, barrier)}) == 1
     stragglers = table(rows, 2, {("all_reduce", 3_000_000, 4, ""): 0.001})
-    assert stragglers[1].endswith("over least ms") and stragglers[3].endswith(" 3.00")
+    assert stragglers[1].endswith("wait ms") and stragglers[3].endswith(" 3.00")
     assert stragglers[4].endswith(" -")
-    assert table({}) == ["zlaunch: comms_logger: no operation was logged"]
+    assert table({}) == ["zlaunch: comms_logger: no operations logged"]
 
 
 def make(**keys: object) -> CommsLogger:
@@ -88,6 +88,6 @@ def test_operations_are_said_where_they_are_asked_for(capsys: pytest.CaptureFixt
     log.end(late, 1.0)  # the row is gone
     log.finish(wait=False)
     log.finish(wait=False)
-    assert capsys.readouterr().out == "zlaunch: comms_logger: no operation was logged\n"
+    assert capsys.readouterr().out == "zlaunch: comms_logger: no operations logged\n"
     comms_logger.log_summary()
-    assert "warning: log_summary: nothing is logged without" in capsys.readouterr().out
+    assert "warning: log_summary: nothing is logged: set" in capsys.readouterr().out

@@ -158,7 +158,7 @@ def test_nothing_is_opened_by_default() -> None:
 )
 def test_what_is_no_event_is_refused(event: Any, tmp_path: Path) -> None:
     monitor = opened(csv_monitor={"enabled": True, "output_path": str(tmp_path)})
-    with pytest.raises(MonitorError, match=r"an event is \(name, number, step\), not"):
+    with pytest.raises(MonitorError, match=r"expected an event \(name, number, step\), not"):
         monitor.write_events([event])
     monitor.close()
 
@@ -196,7 +196,7 @@ def test_a_tracker_that_fails_is_told_once(tmp_path: Path, capsys: pytest.Captur
     monitor.write_events([("Train/Samples/lr", 0.125, 24)])
     monitor.close()
     out = capsys.readouterr().out
-    assert out.count("csv_monitor: FileNotFoundError") == 1 and "training goes on" in out
+    assert out.count("csv_monitor: FileNotFoundError") == 1 and "training continues" in out
     assert scalars(tmp_path / "tb")["Train/Samples/lr"] == [(8, 0.5), (16, 0.25), (24, 0.125)]
     assert rows(tmp_path / "csv" / "Train_Samples_lr.csv") == [["step", "lr"], ["24", "0.125"]]
 
@@ -217,7 +217,7 @@ def test_events_after_the_end_are_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         monitor = opened(rank, csv_monitor={"enabled": True, "output_path": str(tmp_path)})
         monitor.close()
-        with pytest.raises(MonitorError, match="their engine has been destroyed"):
+        with pytest.raises(MonitorError, match="their engine was destroyed"):
             monitor.write_events(EVENTS)
 
 

@@ -77,9 +77,7 @@ def test_two_nodes_have_a_slow_direction_at_most() -> None:
 
 def test_a_node_that_answers_late() -> None:
     found = [NetworkLink(a, b, 0.05 if 1 in (a, b) else 1e-4, 1e8) for a, b in permutations(range(3), 2)]
-    assert name_slow_links(found, names(3)) == [
-        "node1 answers late: 50 ms of latency, elsewhere 100 µs of latency"
-    ]
+    assert name_slow_links(found, names(3)) == ["node1 has high latency: 50 ms, elsewhere 100 µs"]
 
 
 def test_the_best_of_several_measurements() -> None:
@@ -90,7 +88,7 @@ def test_the_best_of_several_measurements() -> None:
 def test_a_node_that_is_slow_inside() -> None:
     speeds = {"a": 5e9, "b": 1e9, "c": 4.5e9}
     assert name_slow_nodes(speeds, "an all-gather") == [
-        "b is slow inside: an all-gather has 1 GB/s, elsewhere 4.75 GB/s"
+        "b has a slow internal network: an all-gather reaches 1 GB/s, elsewhere 4.75 GB/s"
     ]
     assert name_slow_nodes({}, "an all-gather") == name_slow_nodes({"a": 1.0}, "an all-gather") == []
 

@@ -20,8 +20,8 @@ GLOO = (
     [
         (RuntimeError(GLOO), "lost"),
         (PeerLost("rank 1 has gone"), "lost"),
-        (CheckpointError(f"another rank ended during it: {GLOO}"), "lost"),
-        (CheckpointError("ckpt: no checkpoint is there"), ""),
+        (CheckpointError(f"another rank failed during the checkpoint: {GLOO}"), "lost"),
+        (CheckpointError("ckpt: no checkpoint found"), ""),
         (dist.DistBackendError("NCCL error: remote process exited"), "failed"),
         (dist.DistNetworkError("Broken pipe"), "failed"),
         (ConnectionResetError(104, "Connection reset by peer"), ""),

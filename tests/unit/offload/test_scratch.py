@@ -25,7 +25,7 @@ def test_what_is_reserved_begins_at_a_block(tmp_path: Path) -> None:
     assert os.path.getsize(file.path) == file.reserved_bytes == 5 * ALIGN_BYTES
     file.check()
     os.truncate(file.path, 4 * ALIGN_BYTES)
-    with pytest.raises(DiskError, match="somebody has truncated it"):
+    with pytest.raises(DiskError, match="another process truncated it"):
         file.check()
     file.close()
 

@@ -110,7 +110,7 @@ def test_a_group_of_which_this_rank_has_no_piece(
     wanted = [2 * counts[0], 7 + 2 * (counts[1] - 7)]
     assert [group["k"] for group in rule.optimizer.param_groups] == wanted
     assert len(said) == (kind is NeedsElements), "once, not at each step"
-    assert all("NeedsElements does not step a param group without parameters" in each for each in said)
+    assert all("NeedsElements cannot step a param group without parameters" in each for each in said)
 
 
 def test_counts_reach_the_script_and_its_changes_the_shards() -> None:

@@ -39,9 +39,9 @@ def test_the_heaviest_part_is_as_light_as_can_be(data: st.DataObject, parts: int
 def test_a_list_of_first_layers() -> None:
     assert divide([1] * 5, 3, [1, 4]) == [0, 1, 4, 5]
     for wrong in ([], [1], [2, 2], [0, 3], [3, 5], [4, 2], [1, 2, 3]):
-        with pytest.raises(ParameterError, match="does not divide 5 layers into 3 parts"):
+        with pytest.raises(ParameterError, match="does not split 5 layers into 3 parts"):
             divide([1] * 5, 3, wrong)
-    with pytest.raises(ParameterError, match="2 layers cannot be divided into 3 parts"):
+    with pytest.raises(ParameterError, match="cannot split 2 layers into 3 parts"):
         divide([1, 1], 3, "best")
 
 

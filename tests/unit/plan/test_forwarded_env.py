@@ -44,7 +44,7 @@ def test_the_current_folder_s_file_comes_after_the_home_folder_s(
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ("NOT_SET", "it is not set here; write --env NOT_SET=VALUE"),
+        ("NOT_SET", "not set in this environment; write --env NOT_SET=VALUE"),
         ("2X=1", "'2X' is not a variable's name"),
         ("RANK=3", "zlaunch sets this variable"),
     ],

@@ -140,6 +140,6 @@ def test_the_scale_stops_at_its_floor_and_the_next_overflow_raises() -> None:
     scaler = LossScaler(4.0, True, min_scale=3.0, hysteresis=1)
     scaler.note(True)
     assert scaler.scale == 3.0
-    with pytest.raises(LossScaleFloorError, match="minimum, 3"):
+    with pytest.raises(LossScaleFloorError, match="minimum loss scale, 3"):
         scaler.note(True)
     assert scaler.scale == 3.0

@@ -86,11 +86,17 @@ def lines(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rank: int = 0
 
 def test_what_runs_in_the_place_of_apex_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     amp: dict[str, Any] = {"enabled": True}
-    o1 = "amp: apex is not used: O1 is torch.autocast to float16 (torch_autocast) with a {} loss scale"
+    o1 = (
+        "amp: zlaunch does not use apex; O1 becomes torch.autocast to float16 (torch_autocast) with a {} "
+        "loss scale"
+    )
     cases = {
         o1.format("dynamic"): amp,
         o1.format("fixed"): {**amp, "loss_scale": 8},
-        "amp: apex is not used: O0 is plain fp32 without loss scaling": {**amp, "opt_level": "O0"},
+        "amp: zlaunch does not use apex; O0 becomes plain fp32 without loss scaling": {
+            **amp,
+            "opt_level": "O0",
+        },
     }
     for line, section in cases.items():
         assert lines({"amp": section}, monkeypatch) == [line]
@@ -102,7 +108,7 @@ def test_tf32_without_a_gpu_is_said_and_changes_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(numerics, "set_tf32", lambda enabled: pytest.fail("the flags were set"))
     for value in (True, False):
         (line,) = lines({"tf32": value}, monkeypatch)
-        assert line == "tf32 does nothing here: it needs a GPU of compute capability 8.0 or more"
+        assert line == "tf32 has no effect: it needs a GPU of compute capability 8.0 or higher"
     assert lines({"tf32": None}, monkeypatch) == lines({}, monkeypatch) == []
 
 

@@ -33,7 +33,7 @@ def test_a_request_arrives_as_it_was_sent() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("/home/queue", "of an older zlaunch"),  # versions up to 0.2.0 begin with the queue's folder
+        ("/home/queue", "runs an older zlaunch"),  # versions up to 0.2.0 begin with the queue's folder
         (
             json.dumps({"protocol": 99, "daemon": "9.9"}),
             f"zlaunch 9.9.* 99, and this job's zlaunch {__version__}",

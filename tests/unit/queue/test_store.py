@@ -141,7 +141,7 @@ def test_rows_of_an_older_zlaunch_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        ("UPDATE jobs SET schema = 3, version = '9.9', submission = '{\"new\": 1}'", "format 3"),
+        ("UPDATE jobs SET schema = 3, version = '9.9', submission = '{\"new\": 1}'", "format is 3"),
         ("UPDATE jobs SET submission = '{\"run_'", "damaged"),
         ("UPDATE jobs SET submission = '[1]'", "damaged"),
         ("UPDATE jobs SET submission = json_set(submission, '$.command', 7)", "command"),

@@ -73,8 +73,8 @@ def test_settings_of_a_group_win_over_those_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("Nonesuch", {}, "optimizer.type: 'Nonesuch' is not known"),
-        ("lr_scheduler", {}, "is not known"),
+        ("Nonesuch", {}, "optimizer.type: unknown 'Nonesuch'"),
+        ("lr_scheduler", {}, "unknown"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, "false cannot be combined with amsgrad"),
         ("NAdam", {"bias_correction": True}, "bias_correction"),
         ("Adam", {"learning_rate": 1.0}, "learning_rate"),
@@ -112,7 +112,7 @@ def test_torch_schedulers_by_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("Nonesuch", {}, "scheduler.type: 'Nonesuch' is not known"),
+        ("Nonesuch", {}, "scheduler.type: unknown 'Nonesuch'"),
         ("math", {}, "math"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),

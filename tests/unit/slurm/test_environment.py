@@ -131,9 +131,9 @@ def test_gpus(variables: dict[str, str], gpus: int | None) -> None:
     ("name", "value", "words"),
     [
         ("SLURM_JOB_ID", "x", "not a number"),
-        ("SLURM_JOB_NODELIST", "n[1-", "a bracket is not closed"),
+        ("SLURM_JOB_NODELIST", "n[1-", "unbalanced or nested brackets"),
         ("SLURM_JOB_NODELIST", "n1,n1", "a node appears twice"),
-        ("SLURM_STEP_NODELIST", "n[3-1]", "runs backwards"),
+        ("SLURM_STEP_NODELIST", "n[3-1]", "is reversed"),
         ("SLURM_STEP_ID", "-1", "not a number"),
         ("SLURM_PROCID", "first", "not a number"),
         ("SLURM_JOB_CPUS_PER_NODE", "16(x", "'16(x' is not a count such as 2 or 2(x3)"),

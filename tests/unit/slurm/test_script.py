@@ -86,14 +86,14 @@ GOLDEN = r"""#!/bin/bash
 
 set -euo pipefail
 
-# Left over when sbatch is called inside a job step; srun and zlaunch would believe it.
+# Variables of an enclosing job step would mislead srun and zlaunch.
 unset ${!SLURM_STEP_*} ${!SLURM_CPU_BIND*}
-# srun does not take this over from sbatch.
+# srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-32}"
-# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch here runs outside of it.
+# The workers run in this image: pyxis reads it when zlaunch calls srun. zlaunch itself runs outside it.
 export PYXIS_CONTAINER_IMAGE='nvcr.io#nvidia/pytorch:24.10-py3'
 
-# Modules and activation scripts may read variables that are not set.
+# Modules and activation scripts may read unset variables.
 set +u
 module load cuda/12.4 nccl
 source '/home/me/my env/bin/activate'
@@ -102,8 +102,8 @@ set -u
 export DATA="$HOME/data"
 ulimit -n 65536
 
-# SLURM sends this signal to the batch shell alone. exec puts zlaunch in the shell's place, so that
-# zlaunch gets it; a bash that waits for a child would keep it to itself.
+# SLURM sends this signal only to the batch shell. exec replaces the shell with zlaunch, which then gets
+# the signal.
 exec /opt/py/bin/python -m zlaunch --requeue --log_ranks all 'my train.py' --name 'it'"'"'s $HOME' '' 'two
 lines' '*'
 """
@@ -181,10 +181,10 @@ def test_signals_go_to_the_batch_shell(signal: str) -> None:
         ({"partition": ""}, "--partition '': must be one line"),
         ({"output": "a\rb"}, r"--output 'a\rb'"),
         ({"container": "a\0"}, r"--container 'a\x00'"),
-        ({"sbatch": ("nice=5",)}, "--sbatch 'nice=5': write one option of sbatch"),
+        ({"sbatch": ("nice=5",)}, "--sbatch 'nice=5': write one sbatch option"),
         ({"sbatch": ("--nice=5\nrm",)}, "--sbatch "),
-        ({"script": ""}, "'' where the script should be"),
-        ({"script": "--nodes"}, "'--nodes' where the script should be"),
+        ({"script": ""}, "expected a script, got ''"),
+        ({"script": "--nodes"}, "expected a script, got '--nodes'"),
         ({"script_args": ("a\0",)}, r"script argument 'a\x00': sbatch takes no file with a zero byte"),
         ({"setup": ("a\r\n",)}, r"--setup 'a\r\n'"),
         ({"modules": ("\0",)}, "--load "),
@@ -308,8 +308,8 @@ def test_submit_gives_the_id(bin_folder: Path, out: str) -> None:
     ("text", "words"),
     [
         (shell(err="sbatch: error: no partition\nsbatch: bad", code=1), "no partition; sbatch: bad"),
-        (shell(code=3), "sbatch refused job.sbatch: exit code 3"),
-        (shell("Submitted"), "sbatch printed 'Submitted\\n' where the job's id should be"),
+        (shell(code=3), "sbatch rejected job.sbatch: exit code 3"),
+        (shell("Submitted"), "expected a job ID from sbatch, got 'Submitted\\n'"),
     ],
 )
 def test_submit_passes_on_what_sbatch_says(bin_folder: Path, text: str, words: str) -> None:
@@ -321,7 +321,7 @@ def test_submit_passes_on_what_sbatch_says(bin_folder: Path, text: str, words: s
 
 def test_submit_without_sbatch(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(bin_folder))
-    with pytest.raises(SlurmError, match="there is no sbatch on PATH"):
+    with pytest.raises(SlurmError, match="sbatch not found on PATH"):
         queue.submit("job.sbatch")
 
 
@@ -576,5 +576,5 @@ def test_the_folder_of_the_output_is_created(
     capfd.readouterr()
     assert main([*line, "logs/%j/out", "train.py"]) == 2
     assert capfd.readouterr().err.startswith(
-        "zlaunch slurm: error: --output logs/%j/out: SLURM creates no folders"
+        "zlaunch slurm: error: --output logs/%j/out: SLURM does not create folders"
     )

@@ -180,7 +180,7 @@ def test_what_the_benchmarks_print_is_read() -> None:
     found = speeds_of_reports({"net.json": NET, "io.json": IO})
     assert found == Speeds(link=2e9, nvme_read=4e9, nvme_write=3e9)
     assert speeds_of_reports({}) == Speeds()
-    with pytest.raises(MemoryPlanError, match=r"b\.json: another file"):
+    with pytest.raises(MemoryPlanError, match=r"b\.json: another --measured file"):
         speeds_of_reports({"a.json": IO, "b.json": IO})
 
 
@@ -189,5 +189,5 @@ def test_what_the_benchmarks_print_is_read() -> None:
     [[], 3, None, {}, {"measured": []}, {"collectives": [{}]}, {"measured": [{"read": 0, "write": 1}]}],
 )
 def test_what_is_no_measurement_is_named(report: Any) -> None:
-    with pytest.raises(MemoryPlanError, match=r"my\.json is not what `zlaunch bench net --json`"):
+    with pytest.raises(MemoryPlanError, match=r"my\.json is not the output of `zlaunch bench net --json`"):
         speeds_of_reports({"my.json": report})

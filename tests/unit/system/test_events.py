@@ -131,7 +131,7 @@ def test_a_script_s_event_that_cannot_be_sent_is_named(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="100 levels"):
         in_envelope(0, {"type": "metrics", "values": deep})
     monkeypatch.setattr(events, "_LINE_LIMIT_BYTES", 1000)
-    with pytest.raises(ValueError, match="1,000 are the limit"):
+    with pytest.raises(ValueError, match="the limit is 1,000"):
         in_envelope(0, {"type": "metrics", "values": [1e15] * 60})
 
 

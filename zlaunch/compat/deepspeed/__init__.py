@@ -33,8 +33,8 @@ def install() -> None:
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and not _is_ours(getattr(loaded, "__file__", None)):
         raise RuntimeError(
-            f"deepspeed is imported already, from {getattr(loaded, '__file__', None)}: call "
-            "zlaunch.compat.deepspeed.install() at the top of the script, before what imports it"
+            f"deepspeed is already imported, from {getattr(loaded, '__file__', None)}: call "
+            "zlaunch.compat.deepspeed.install() at the top of the script, before other imports"
         )
     real = real_location()
     late = [name for name in ("transformers", "accelerate", "lightning") if name in sys.modules]

@@ -41,7 +41,7 @@ def tp_model_init(
     """
     given = sorted(name for name, value in kwargs.items() if value is not None)
     if given:
-        raise NotInZlaunch(f"deepspeed.tp_model_init({given[0]}=...) is not in zlaunch: {TENSOR_PARALLEL}")
+        raise NotInZlaunch(f"deepspeed.tp_model_init({given[0]}=...) is not supported: {TENSOR_PARALLEL}")
     if config is not None:
         _settle({f"tp_model_init(tp_size={tp_size})": tp_size}, tensor_size(load(config).config), "tensor")
     setattr(model, _NOTE, int(tp_size))

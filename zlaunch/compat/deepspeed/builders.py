@@ -18,7 +18,7 @@ class OpBuilder:
 
     def load(self, verbose: bool = True) -> NoReturn:
         """Refuse: there is no extension module."""
-        raise NotInZlaunch(f"there is no extension {self.NAME!r}: the runtime has its own kernels")
+        raise NotInZlaunch(f"no extension {self.NAME!r}: zlaunch has its own kernels and needs no build")
 
     def builder(self) -> NoReturn:
         """Refuse: there is nothing to build."""

@@ -56,7 +56,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
-            raise AttributeError(f"DeepSpeedEngine.{name} is not in zlaunch: {_ABSENT[name]}")
+            raise AttributeError(f"DeepSpeedEngine.{name} is not supported: {_ABSENT[name]}")
         return super().__getattr__(name)
 
     # -- what it is made of
@@ -173,7 +173,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         if train_batch_size < 1 or train_batch_size % one:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of {one}, which is "
-                "train_micro_batch_size_per_gpu times the ranks that train on different samples"
+                "train_micro_batch_size_per_gpu times the data-parallel size"
             )
         self.set_batch(train_batch_size, self.train_micro_batch_size_per_gpu(), train_batch_size // one)
 
@@ -185,7 +185,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Refuse: change the batches in the script, or in ``collate_fn``."""
         raise NotInZlaunch(
-            "engine.set_data_post_process_func is not in zlaunch: change the batches in the script"
+            "engine.set_data_post_process_func is not supported: change the batches in the script"
         )
 
     def clip_fp32_gradients(self) -> None:
@@ -229,7 +229,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         """
         if custom_load_fn is not None:
             raise NotInZlaunch(
-                "load_checkpoint(custom_load_fn=) is not in zlaunch: change the model after loading"
+                "load_checkpoint(custom_load_fn=) is not supported: change the model after loading"
             )
         path, state = super().load_checkpoint(
             load_dir,

@@ -93,7 +93,7 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
     if not isinstance(model_parameters, list) or not all(
         isinstance(entry, (Tensor, dict)) for entry in model_parameters
     ):
-        raise TypeError("model_parameters has to be a list of parameters or of param groups")
+        raise TypeError("model_parameters: expected a list of parameters or of param groups")
     if model_parameters and isinstance(model_parameters[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(model_parameters)
     return split_params_into_different_moe_groups_for_optimizer(
@@ -105,7 +105,7 @@ def _refuse(parameters: Iterable[Any], mark: str | None = None) -> None:
     """Raise NotInZlaunch if a parameter is marked as an expert's, without another mark."""
     if any(is_moe_param(each) and (mark is None or not hasattr(each, mark)) for each in parameters):
         raise NotInZlaunch(
-            "experts of another library are not in zlaunch: a parameter that is not in a MoE layer has "
-            "allreduce = False, but gradients are averaged over all ranks: "
+            "experts of another library are not supported: a parameter outside MoE layers has "
+            "allreduce = False, but zlaunch averages its gradients over all ranks: "
             f"{EXPERTS}, and delete that attribute"
         )

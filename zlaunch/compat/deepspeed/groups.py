@@ -57,8 +57,8 @@ def _get_data_parallel_group() -> Any:
     """
     if _mesh().sequence > 1:
         raise RuntimeError(
-            "ranks that share sequences train on the same samples: _get_sequence_data_parallel_group() has "
-            "the ranks whose gradients are averaged"
+            "with sequence parallelism, gradients are averaged over "
+            "_get_sequence_data_parallel_group(): use that group"
         )
     return _get_sequence_data_parallel_group()
 
@@ -94,7 +94,7 @@ def _expert_axis(group_name: str | None) -> ExpertAxis | None:
     axis: ExpertAxis | None = _axis(ExpertAxis.name)
     name = f"ep_size_{1 if axis is None else axis.size}"
     if group_name not in (None, name):
-        raise ValueError(f"there is no expert parallel group {group_name!r}, only {name!r}")
+        raise ValueError(f"unknown expert-parallel group {group_name!r}: the only group is {name!r}")
     return axis
 
 

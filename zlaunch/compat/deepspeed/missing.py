@@ -57,7 +57,7 @@ MODULES = {
 }
 """Packages of DeepSpeed's, without its own name, and what to use for what is in them."""
 
-_MORE = "(docs/migrating/deepspeed.md has what there is; --compat none uses an installed DeepSpeed)"
+_MORE = "(docs/migrating/deepspeed.md lists what is supported; --compat none uses an installed DeepSpeed)"
 
 
 class NotInZlaunch(NotImplementedError):
@@ -65,7 +65,7 @@ class NotInZlaunch(NotImplementedError):
 
 
 def _fail(name: str, instead: str) -> NoReturn:
-    raise NotInZlaunch(f"deepspeed.{name} is not in zlaunch: {instead}")
+    raise NotInZlaunch(f"deepspeed.{name} is not supported: {instead}")
 
 
 class _Missing(type):
@@ -77,7 +77,7 @@ class _Missing(type):
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        raise AttributeError(f"deepspeed.{cls._path}.{name} is not in zlaunch: {cls._instead}")
+        raise AttributeError(f"deepspeed.{cls._path}.{name} is not supported: {cls._instead}")
 
 
 def missing_class(name: str, instead: str) -> type:
@@ -113,8 +113,8 @@ def _told(path: str) -> str:
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         if instead := MODULES.get(".".join(parts[:count])):
-            return f"is not in zlaunch: {instead} {_MORE}"
-    return f"is not in zlaunch, which stands for DeepSpeed here {_MORE}"
+            return f"is not supported: {instead} {_MORE}"
+    return f"is not supported {_MORE}"
 
 
 def absent(module: str) -> Any:

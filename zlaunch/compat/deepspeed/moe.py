@@ -117,8 +117,8 @@ class MoE(nn.Module):
         super().__init__()
         if enable_expert_tensor_parallelism:
             raise NotInZlaunch(
-                "deepspeed.moe.layer.MoE(enable_expert_tensor_parallelism=True) is not in zlaunch: each "
-                "expert is whole on a rank; with parallel.tensor of the config the other layers are shared"
+                "deepspeed.moe.layer.MoE(enable_expert_tensor_parallelism=True) is not supported: each "
+                "expert lies whole on one rank; parallel.tensor shards only the other layers"
             )
         if ep_size < 1 or num_experts % ep_size:
             raise ParameterError(f"MoE: {num_experts} experts cannot be divided by ep_size = {ep_size} ranks")
@@ -155,8 +155,8 @@ class MoE(nn.Module):
         """
         if use_data_before_expert_parallel_:
             raise NotInZlaunch(
-                "use_data_before_expert_parallelism is another order of ranks, which is not in zlaunch: "
-                "neighbouring ranks have different experts"
+                "use_data_before_expert_parallelism is not supported: "
+                "consecutive ranks have different experts"
             )
 
     def forward(

@@ -28,8 +28,8 @@ def discover(port: int) -> None:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         if not os.environ.get("MASTER_ADDR"):
             raise ZlaunchError(
-                f"MPI says that this is rank {found['RANK']} of {found['WORLD_SIZE']}, but not where rank 0 "
-                "is: set MASTER_ADDR to the name or address of its node, for all ranks"
+                f"MPI gives no address of rank 0 (this is rank {found['RANK']} of {found['WORLD_SIZE']}): "
+                "set MASTER_ADDR to the name or address of its node on every rank"
             )
         os.environ.setdefault("MASTER_PORT", str(port))
         os.environ.update(found)

@@ -79,7 +79,7 @@ def _own(parameter: Tensor) -> Tensor:
     slot = unit.layout.slots[_index(parameter)]
     if has_groups(unit.comm.link) and unit.shard_params:
         raise UnsupportedError(
-            "ds_tensor is not available where groups of ranks keep copies of it (shard_group, "
+            "ds_tensor is not available when shards are replicated (shard_group, "
             "mics_shard_size, zero_hpz_partition_size): use GatheredParameters"
         )
     start, stop = unit.layout.shard_range(unit.comm.link.position)

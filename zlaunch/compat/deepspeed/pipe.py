@@ -193,7 +193,7 @@ class PipelineModule(nn.Module):
             return kind
         if not kind.startswith("type:"):
             raise NotInZlaunch(
-                f"PipelineModule(partition_method={method!r}) is not in zlaunch: take 'parameters', "
+                f"PipelineModule(partition_method={method!r}) is not supported: take 'parameters', "
                 "'uniform' or 'type:REGEX', or list the stages' first layers as pipeline.partition of the "
                 "config"
             )
@@ -202,7 +202,7 @@ class PipelineModule(nn.Module):
         hits = [wanted.search(name) is not None for name in names]
         if not any(hits):
             raise ParameterError(
-                f"PipelineModule(partition_method={method!r}): no layer has such a class; there are "
+                f"PipelineModule(partition_method={method!r}): no layer class matches; the classes are "
                 f"{', '.join(dict.fromkeys(names))}"
             )
         self.zlaunch_weights = [len(hits) + 1 if hit else 1 for hit in hits]
@@ -240,8 +240,8 @@ class PipelineModule(nn.Module):
     def mpu(self) -> Any:
         """Refuse: the engine knows its place in the mesh."""
         raise NotInZlaunch(
-            "PipelineModule.mpu() is not in zlaunch: engine.data_parallel_rank, engine.stage_id and "
-            "deepspeed.utils.groups have the ranks' places"
+            "PipelineModule.mpu() is not supported: use engine.data_parallel_rank, "
+            "engine.stage_id and deepspeed.utils.groups"
         )
 
     def get_additional_losses(self) -> None:
@@ -272,7 +272,7 @@ def _stages_of(num_stages: int | None, topology: Any) -> int | None:
     axes = {name: size for name, size in axes.items() if size > 1 or name == "pipe"}
     if list(axes) not in (["pipe"], ["pipe", "data"]):
         raise NotInZlaunch(
-            f"PipelineModule(topology=...) with the axes {', '.join(axes)} is not in zlaunch: give "
+            f"PipelineModule(topology=...) with the axes {', '.join(axes)} is not supported: give "
             "num_stages, and the other sizes as parallel.tensor and so on in the config"
         )
     stages = axes["pipe"]

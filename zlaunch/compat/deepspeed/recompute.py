@@ -35,7 +35,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def get_cuda_rng_tracker() -> NoReturn:
     """Refuse: it serves tensor parallelism."""
-    raise NotInZlaunch("get_cuda_rng_tracker serves tensor parallelism, which is not in zlaunch")
+    raise NotInZlaunch(
+        "get_cuda_rng_tracker belongs to Megatron's tensor parallelism, which is not supported"
+    )
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

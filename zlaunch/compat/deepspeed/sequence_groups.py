@@ -37,7 +37,7 @@ def get_sequence_parallel_group() -> Any:
     there are groups.
     """
     if _group is None:
-        raise ParameterError("no ranks share sequences: call register_with_transformers first")
+        raise ParameterError("sequence parallelism is off: call register_with_transformers first")
     return _group
 
 

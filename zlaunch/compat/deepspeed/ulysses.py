@@ -28,7 +28,7 @@ class UlyssesSPAttentionHF:
     """Tells whether evaluations are of whole sequences, as the last registration has said."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise NotInZlaunch("UlyssesSPAttentionHF(...) is not in zlaunch: call its register_with_transformers")
+        raise NotInZlaunch("UlyssesSPAttentionHF(...) is not supported: call its register_with_transformers")
 
     @classmethod
     def register_with_transformers(

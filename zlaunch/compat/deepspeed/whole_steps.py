@@ -115,8 +115,8 @@ def _refuse(return_logits: bool, compute_loss: bool, reduce_output: str | None) 
     for name, is_asked in asked.items():
         if is_asked:
             raise NotInZlaunch(
-                f"engine.eval_batch({name}) is not in zlaunch: it returns the mean loss; let the model's "
-                "loss_fn keep what else is wanted, on the last stage"
+                f"engine.eval_batch({name}) is not supported: it returns only the mean loss; store "
+                "other values in the model's loss_fn, on the last stage"
             )
 
 
