@@ -12,8 +12,11 @@ class Environment:
 
     rank: int
     local_rank: int
+    """Numbers this rank's device; 0 on every rank with torchrun's --virtual-local-rank."""
     world_size: int
     local_world_size: int
+    index_on_node: int
+    """Numbers this rank among those of its node."""
     has_rendezvous: bool
     """Tells whether RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
     run_dir: str | None
@@ -58,6 +61,7 @@ def read_environment() -> Environment:
         local_rank=_integer("LOCAL_RANK", 0),
         world_size=_integer("WORLD_SIZE", _integer("OMPI_COMM_WORLD_SIZE", _integer("PMI_SIZE", 1))),
         local_world_size=_integer("LOCAL_WORLD_SIZE", _integer("LOCAL_SIZE", 1)),
+        index_on_node=_integer("ZLAUNCH_LOCAL_RANK", _integer("LOCAL_RANK", 0)),
         has_rendezvous=all(os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
         run_dir=os.environ.get("ZLAUNCH_RUN_DIR") or None,
         event_fd=fd if fd >= 0 else None,

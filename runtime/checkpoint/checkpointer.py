@@ -261,7 +261,7 @@ class Checkpointer:
 
     def _leads_node(self) -> bool:
         """Tell whether this rank writes what its node has once."""
-        return read_environment().local_rank == 0
+        return read_environment().index_on_node == 0
 
     def _without_repetition(self, source: Source) -> Source:
         """Leave out this rank's client_state where it equals rank 0's, which is kept anyway. Collective.

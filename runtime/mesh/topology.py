@@ -24,7 +24,7 @@ def find_nodes(exchange: Callable[[object], list[Any]]) -> list[NodeRanks]:
     numbered the ranks node by node.
     """
     environment = read_environment()
-    place = environment.rank - environment.local_rank, environment.local_world_size, socket.gethostname()
+    place = environment.rank - environment.index_on_node, environment.local_world_size, socket.gethostname()
     found: dict[int, NodeRanks] = {}
     for rank, (first, count, name) in enumerate(exchange(place)):
         node = found.setdefault(first, NodeRanks(name, range(first, first + count)))

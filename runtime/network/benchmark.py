@@ -60,7 +60,7 @@ class NetworkBenchmark:
         self.nodes: list[list[int]] = []
         self.hosts: list[str] = []
         """Name the nodes, as each does itself."""
-        mine = read_environment().local_rank, socket.gethostname()
+        mine = read_environment().index_on_node, socket.gethostname()
         for rank, (local_rank, host) in enumerate(_exchange(mine)):
             if local_rank == 0 or not self.nodes:
                 self.nodes.append([])

@@ -271,7 +271,7 @@ def test_metrics_and_quiet(tmp_path: Path) -> None:
         (["--no_python", "no-such-program"], "no program 'no-such-program'"),
         (["--module", "--no_python", "x"], "cannot be used together"),
         (["--num_gpus", "0", "train.py"], "--num_gpus"),
-        (["--num_gpu", "1", "train.py"], "--num_gpus"),
+        (["--num_gpsu", "1", "train.py"], "--num_gpus"),
         (["-i", "localhost:0", "-e", "localhost:1", "train.py"], "cannot be used together"),
         (["--num_gpus", "1", "-i", "localhost", "train.py"], "cannot be combined with"),
         (["-i", "worker-1:0", "train.py"], "unknown host 'worker-1'"),

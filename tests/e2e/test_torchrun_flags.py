@@ -36,6 +36,22 @@ def test_one_machine(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert sorted(launch.out.splitlines()) == ["[rank 0] rank 0 2 0 2", "[rank 1] rank 1 2 1 2"]
 
 
+def test_names_and_devices_of_torchruns_workers(tmp_path: Path) -> None:
+    script = """
+        import os
+        from zlaunch.runtime.environment import read_environment
+        index = read_environment().index_on_node
+        print(os.environ["ROLE_NAME"], os.environ["LOCAL_RANK"], index, os.environ["CUDA_VISIBLE_DEVICES"])
+    """
+    flags = ("--nproc_per_node=3", "--role=trainer", "--virtual_local_rank", "--local_ranks_filter=1,2", "-q")
+    launch = run(tmp_path, *flags, script=script, env=ENV)
+    assert launch.process.returncode == 0, launch.err
+    assert sorted(launch.out.splitlines()) == [f"[trainer {rank}] trainer 0 {rank} " for rank in (1, 2)]
+    launch = run(tmp_path, "--nproc_per_node=3", "--local_ranks_filter=3", script=script, env=ENV)
+    assert launch.process.returncode == 2
+    assert "--local_ranks_filter: no node has a local rank 3; the last is 2" in launch.err
+
+
 def test_two_nodes_each_by_its_own_command(tmp_path: Path) -> None:
     where = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:29714", "--rdzv_id=7"]
     launches = []

@@ -353,6 +353,20 @@ MUTATIONS = (
         ("tests/unit/cli/test_torchrun_flags.py",),
     ),
     Mutation(
+        "zlaunch/cli/torchrun_flags.py",
+        '_take(out, "connect_timeout", max(timeouts), f"--rdzv_conf {text}")',
+        '_take(out, "connect_timeout", min(timeouts), f"--rdzv_conf {text}")',
+        "--rdzv_conf takes the shorter of two timeouts",
+        ("tests/unit/cli/test_torchrun_flags.py",),
+    ),
+    Mutation(
+        "zlaunch/view/console.py",
+        "frozenset(rank for rank, local in local_ranks.items() if local in self._local_ranks)",
+        "frozenset(rank for rank, local in local_ranks.items() if rank in self._local_ranks)",
+        "--local_ranks_filter takes ranks of the run",
+        ("tests/unit/view/test_console.py",),
+    ),
+    Mutation(
         "zlaunch/cli/logs.py",
         'if not older.read_bytes().endswith(b"\\n"):',
         'if older.read_bytes().endswith(b"\\n"):',

@@ -94,12 +94,17 @@ def _config(context: click.Context, parameter: click.Parameter, value: str | Non
         )
 
 
-def launcher_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return our name of a launcher; DeepSpeed's default, pdsh, is ssh."""
-    name = _ALIASES.get(value.lower(), value.lower()) if value is not None else None
+def take_launcher(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return our name of the launcher that --launcher names."""
+    return None if value is None else launcher_name(value, "--launcher")
+
+
+def launcher_name(value: str, flag: str) -> str:
+    """Return our name of a launcher; DeepSpeed's default, pdsh, is ssh. Raises click.UsageError."""
+    name = _ALIASES.get(value.lower(), value.lower())
     if name in _OTHER_LAUNCHERS:
-        raise click.UsageError(f"--launcher {value}: use ssh, slurm or openmpi, which need no {value}")
-    if name is not None and name not in NAMED:
+        raise click.UsageError(f"{flag} {value}: use ssh, slurm or openmpi, which need no {value}")
+    if name not in NAMED:
         *others, last = NAMED
-        raise click.UsageError(f"--launcher {value}: expected {', '.join(others)} or {last}")
+        raise click.UsageError(f"{flag} {value}: expected {', '.join(others)} or {last}")
     return name

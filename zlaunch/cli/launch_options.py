@@ -11,7 +11,7 @@ from functools import partial
 import click
 
 from zlaunch.cli.commands import count_option, option, seconds_option
-from zlaunch.cli.deepspeed_flags import deepspeed_flags, launcher_name
+from zlaunch.cli.deepspeed_flags import deepspeed_flags, take_launcher
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
 
@@ -74,7 +74,7 @@ WHERE = (
     _place(
         "--launcher",
         metavar=f"[{'|'.join(NAMED)}]",
-        callback=launcher_name,
+        callback=take_launcher,
         help="How to start the agents on the nodes; openssh runs the ssh program.  [default: auto]",
     ),
     _place(

@@ -110,6 +110,30 @@ _SAME_ARGUMENTS = {
 _LEAST_LIKENESS = 0.75
 
 
+def spelled_out(words: Sequence[str], error: click.NoSuchOption) -> list[str] | None:
+    """Return a command line with the full name of the option that these words abbreviate; None where several
+    options begin so, or where :func:`unknown_option` has a better answer.
+    """
+    name = _bare(error.option_name)
+    if error.ctx is None or name in _OPTIONS or name in _OF_THE_SCRIPT or name in _OF_SLURM:
+        return None
+    found = {
+        each.name: long
+        for each in error.ctx.command.get_params(error.ctx)
+        for long in each.opts
+        if long.startswith("--") and _bare(long).startswith(name)
+    }
+    at = next((i for i, word in enumerate(words) if _bare(word.partition("=")[0]) == name), None)
+    if len(found) != 1 or at is None or not words[at].startswith("--"):
+        return None
+    _, sign, value = words[at].partition("=")
+    return [*words[:at], f"{next(iter(found.values()))}{sign}{value}", *words[at + 1 :]]
+
+
+def _bare(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
 def unknown_option(error: click.NoSuchOption) -> str:
     """Return the message about an unknown option. It names a near option only where it is really near."""
     text = f"No such option {error.option_name}"

@@ -70,8 +70,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in chosen.warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    from zlaunch.plan.checks import parse_shown_ranks
+    from zlaunch.plan.checks import check_shown_local_ranks, parse_shown_ranks
 
+    if plan is not None:
+        check_shown_local_ranks(given.get("local_ranks"), plan)
     return _launch(launcher, chosen.why, parse_shown_ranks(given["log_ranks"], world), given)
 
 
@@ -202,6 +204,7 @@ def _options(
                 *("compat", "node_rank", "pod", "profile"),
             )
         },
+        virtual_local_rank=given.get("virtual_local_rank", False),
     )
 
 
@@ -263,7 +266,13 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     plan = launcher.known_plan()
     world = plan.world_size if plan is not None else 0
     run_record.begun(run_dir, launcher.options.run_id, launcher.hosts, world, given["first_attempt"])
-    console = Console(ranks, quiet=given["quiet"], verbose=given["verbose"])
+    console = Console(
+        ranks,
+        local_ranks=given.get("local_ranks"),
+        role=launcher.options.worker_env.get("ROLE_NAME", "rank"),
+        quiet=given["quiet"],
+        verbose=given["verbose"],
+    )
     console.message(f"{launcher.options.program.name} on {launcher.where}")
     console.detail(f"launcher {launcher.name}: {why}")
     if plan is not None and plan.master_addr:

@@ -5,8 +5,10 @@ Flags that zlaunch has no option for are ignored, or say what to use instead.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import click
 
 from zlaunch.cli.commands import Option
-from zlaunch.cli.deepspeed_flags import answered
+from zlaunch.cli.deepspeed_flags import answered, launcher_name
 from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.registry import LOCAL
+from zlaunch.plan.checks import parse_ranks
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
 _SAME = {
@@ -26,6 +29,8 @@ _SAME = {
     "main_process_port": "master_port",
     "log_dir": "run_dir",
     "deepspeed_hostfile": "hostfile",
+    "deepspeed_inclusion_filter": "include",
+    "deepspeed_exclusion_filter": "exclude",
 }
 """Flag -> zlaunch's name for it."""
 _GROUP = "torchrun's and accelerate's names"
@@ -44,9 +49,36 @@ _HELP = {
     "use_deepspeed": "Handed on to accelerate.",
     "deepspeed_config_file": "Handed on to accelerate, after zlaunch has checked it.",
     "gradient_accumulation_steps": "Handed on to accelerate.",
+    "use_fsdp": "Handed on to accelerate: the script trains with torch's FSDP.",
+    "role": "Name of the workers in ROLE_NAME and before their lines on the console.",
+    "rdzv_conf": "timeout and join_timeout are --connect_timeout; other keys have no effect.",
+    "local_addr": "Address of this machine for the rendezvous.",
+    "local_ranks_filter": "Local ranks whose output the console shows, on every node: 0,2.",
+    "virtual_local_rank": "Give each worker its GPU as device 0, and LOCAL_RANK 0.",
+    "deepspeed_multinode_launcher": "pdsh, openmpi and slurm are --launcher; standard and nossh need "
+    "--machine_rank on every node.",
 }
 """Flag -> its help; those without one have no effect."""
 _NO_EFFECT = "Accepted, has no effect."
+_HANDED_ON = "Handed on to accelerate with --use_fsdp."
+_FSDP = {
+    "fsdp_version": "1",
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_reshard_after_forward": "true",
+    "fsdp_offload_params": "false",
+    "fsdp_min_num_params": "100000000",
+    "fsdp_auto_wrap_policy": None,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "fsdp_backward_prefetch": None,
+    "fsdp_state_dict_type": None,
+    "fsdp_forward_prefetch": "false",
+    "fsdp_use_orig_params": "true",
+    "fsdp_cpu_ram_efficient_loading": "true",
+    "fsdp_sync_module_states": "true",
+    "fsdp_activation_checkpointing": "false",
+    "fsdp_activation_checkpointing_offload": "false",
+}
+"""Flag of accelerate's FSDP -> its default there. The variable is the name in capitals, see _variable."""
 _NUMBERS = (
     *("num_machines", "machine_rank", "main_process_port", "num_processes"),
     "num_cpu_threads_per_process",
@@ -54,11 +86,18 @@ _NUMBERS = (
 _TEXTS = (
     *("nnodes", "nproc_per_node", "rdzv_endpoint", "main_process_ip", "log_dir", "tee"),
     *("deepspeed_hostfile", "deepspeed_config_file", "gradient_accumulation_steps"),
+    *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
+    *("role", "rdzv_conf", "local_addr", "local_ranks_filter"),
+    *_FSDP,
 )
-_SWITCHES = ("standalone", "use_env", "use_deepspeed", "multi_gpu", "run_path", "same_network")
+_SWITCHES = (
+    *("standalone", "use_env", "use_deepspeed", "use_fsdp", "multi_gpu", "run_path", "same_network"),
+    "virtual_local_rank",
+)
 _VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "use_fsdp": "ACCELERATE_USE_FSDP",
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
@@ -66,12 +105,17 @@ _VARIABLES = {
 _WITHOUT_EFFECT = ("--rdzv_id", "--monitor_interval", "--start_method")
 """With a value: a run has its own id, workers are watched all the time, and are processes in any case."""
 _IN_THE_CONFIG = "put it into the config file: --deepspeed_config_file"
-_SHARDED = "use zero_optimization.stage of the config: 3 shards parameters too, 2 keeps them whole"
+_TIMEOUTS = ("timeout", "join_timeout")
+"""Keys of --rdzv_conf for how long nodes wait for each other: of the static rendezvous, and of the others."""
+_RENDEZVOUS_INSTEAD = {
+    "keep_alive_interval": "--heartbeat SECONDS",
+    "keep_alive_max_attempt": "--heartbeat SECONDS",
+    "rank": "--node_rank R",
+}
+"""Key of --rdzv_conf -> zlaunch's option for it, which does not follow from its value."""
+_BY_EACH_NODE = ("standard", "nossh")
+"""Values of --deepspeed_multinode_launcher: the user starts the command on every node."""
 _INSTEAD = {
-    "--rdzv_conf": (True, "use --node_rank R, and --connect_timeout SECONDS"),
-    "--local_addr": (True, "use --iface NAME"),
-    "--local_ranks_filter": (True, "use --log_ranks 0,2-3"),
-    "--role": (True, "workers get no ROLE_NAME: say it with --env KEY=VALUE"),
     "--numa_binding": (True, "use --bind_cores_to_rank"),
     "--enable_cpu_affinity": (False, "use --bind_cores_to_rank"),
     "--shutdown_timeout": (True, "use --grace SECONDS"),
@@ -80,7 +124,6 @@ _INSTEAD = {
     "--event_log_handler": (True, "the events are in events.jsonl in the run's folder: --run_dir DIR"),
     "--duplicate_stdout_filters": (True, "every rank's log is in the run's folder: --run_dir DIR"),
     "--duplicate_stderr_filters": (True, "every rank's log is in the run's folder: --run_dir DIR"),
-    "--virtual_local_rank": (False, "use CUDA_VISIBLE_DEVICES in the script"),
     "--config_file": (
         True,
         "zlaunch reads no file of accelerate's: say --num_processes, --num_machines and so on here, or use "
@@ -90,32 +133,7 @@ _INSTEAD = {
     "--dynamo_backend": (True, "call torch.compile in the script"),
     "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
     "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
-    "--use_fsdp": (False, _SHARDED),
-    "--fsdp_version": (True, _SHARDED),
-    "--fsdp_sharding_strategy": (True, _SHARDED),
-    "--fsdp_reshard_after_forward": (True, _SHARDED),
-    "--fsdp_auto_wrap_policy": (
-        True,
-        "zlaunch finds the layers to shard; zero_optimization.leaf_module keeps one whole",
-    ),
-    "--fsdp_transformer_layer_cls_to_wrap": (True, "zlaunch finds the layers to shard"),
-    "--fsdp_min_num_params": (True, "use zero_optimization.stage3_param_persistence_threshold of the config"),
-    "--fsdp_offload_params": (
-        True,
-        "use zero_optimization.offload_param and offload_optimizer of the config",
-    ),
-    "--fsdp_activation_checkpointing": (True, "use activation_checkpointing of the config"),
-    "--fsdp_state_dict_type": (True, "engine.save_checkpoint shards, engine.save_16bit_model saves one file"),
-    "--fsdp_cpu_ram_efficient_loading": (True, "use zlaunch.zero.Init in the script"),
-    **dict.fromkeys(
-        ("--fsdp_backward_prefetch", "--fsdp_forward_prefetch", "--fsdp_use_orig_params"),
-        (True, "leave it out: zlaunch does so by itself"),
-    ),
-    "--fsdp_sync_module_states": (True, "leave it out: ranks start from rank 0's parameters"),
     "--use_megatron_lm": (False, "use the section `parallel` of the config"),
-    "--deepspeed_multinode_launcher": (True, "use --launcher ssh, slurm or openmpi"),
-    "--deepspeed_inclusion_filter": (True, "use --include FILTER"),
-    "--deepspeed_exclusion_filter": (True, "use --exclude FILTER"),
     "--zero_stage": (True, _IN_THE_CONFIG),
     "--offload_optimizer_device": (True, _IN_THE_CONFIG),
     "--offload_param_device": (True, _IN_THE_CONFIG),
@@ -124,8 +142,23 @@ _INSTEAD = {
     "--zero3_save_16bit_model": (True, _IN_THE_CONFIG),
 }
 """Flag -> whether it has a value, and the answer."""
+_UNSET = {"master_port": 0, "connect_timeout": 60.0}
+"""Option -> its value where it is not given; None for the others."""
 _NAMES = (*_NUMBERS, *_TEXTS, *_SWITCHES, "redirects", "rdzv_backend", "mixed_precision")
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", re.ASCII)
+
+
+def _interface_of(host: str) -> str:
+    """Return the interface of this machine that has this address, or an address of this name."""
+    from zlaunch.system.network import interface_of
+
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return ""
+    if any(ipaddress.ip_address(address).is_loopback for address in found):
+        return "lo"
+    return next(filter(None, map(interface_of, found)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +171,8 @@ class Surroundings:
     """A SLURM job or the hostfile that is looked for names the nodes."""
     step_nodes: int | None = None
     """Nodes of the step, where srun has started this on each of them."""
+    interface_of: Callable[[str], str] = _interface_of
+    """Returns the network interface that has an address; empty if none has."""
 
 
 def torchrun_flags() -> list[click.Option]:
@@ -145,7 +180,7 @@ def torchrun_flags() -> list[click.Option]:
 
     def flag(name: str, *short: str, **more: Any) -> click.Option:
         metavar = None if more.get("is_flag") else more.pop("metavar", "X")
-        text = _HELP.get(name, _NO_EFFECT)
+        text = _HELP.get(name, _HANDED_ON if name in _FSDP else _NO_EFFECT)
         return Option([f"--{name}", *short], hidden=True, metavar=metavar, help=text, group=_GROUP, **more)
 
     found = []
@@ -197,14 +232,17 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     """Translate these flags: return what was given with their values in zlaunch's own options.
 
     ``notes`` in it is what the user should hear of that, ``configs`` is to be checked like arguments of the
-    script. Raises click.UsageError for what contradicts itself or is missing.
+    script, ``local_ranks`` are those to show on each node. Raises click.UsageError for what contradicts
+    itself or is missing.
     """
     flags = {name: given.get(name) for name in _NAMES}
     out = {name: value for name, value in given.items() if name not in _NAMES}
     config = flags["deepspeed_config_file"]
     out["notes"], out["configs"] = [], () if config is None else ("--deepspeed_config", config)
+    out["virtual_local_rank"] = bool(flags["virtual_local_rank"])
     teed = _streams("tee", flags["tee"])
     _streams("redirects", flags["redirects"])  # the logs have everything in any case
+    out["local_ranks"] = _local_ranks(flags["local_ranks_filter"], out["log_ranks"])
     if out["log_ranks"] is None and teed:
         out["log_ranks"] = "all"
     if all(value in (None, False) for value in flags.values()):
@@ -217,8 +255,11 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
         host, port = _endpoint(said, flags["rdzv_endpoint"])
         _take(out, "master_addr", host, said)
         _take(out, "master_port", port, said)
+    _take_rendezvous_conf(out, flags["rdzv_conf"])
     here = around()
+    _take_launcher(out, flags["deepspeed_multinode_launcher"])
     _take_nodes(out, here, standalone=bool(flags["standalone"]))
+    _take_local_address(out, here, flags["local_addr"])
     _take_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
     out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
     _take_variables(out, flags)
@@ -226,7 +267,7 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
 
 
 def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
-    unset = 0 if option == "master_port" else None
+    unset = _UNSET.get(option)
     if value is None or value == unset:
         return
     if out[option] not in (unset, value):
@@ -239,6 +280,66 @@ def _streams(name: str, value: str | None) -> bool:
     if value is not None and not _STREAMS.fullmatch(value):
         raise click.UsageError(f"--{name} {value}: write 0, 1, 2, 3 or 0:3,1:1")
     return value is not None and any(part.rpartition(":")[2] != "0" for part in value.split(","))
+
+
+def _local_ranks(text: str | None, log_ranks: str | None) -> list[int] | None:
+    """Read --local_ranks_filter. Raises click.UsageError and LaunchError."""
+    if text is None:
+        return None
+    if log_ranks is not None:
+        raise click.UsageError(
+            f"--local_ranks_filter {text} and --log_ranks {log_ranks} contradict each other"
+        )
+    return parse_ranks("--local_ranks_filter", text, "0,2-3")
+
+
+def _take_rendezvous_conf(out: dict[str, Any], text: str | None) -> None:
+    """Take the timeouts of KEY=VALUE,... and say which keys have no effect."""
+    found: dict[str, str] = {}
+    for part in (text or "").split(",") if text else ():
+        key, _, value = (word.strip() for word in part.partition("="))
+        if not key or not value:
+            raise click.UsageError(f"--rdzv_conf {text}: expected KEY=VALUE,KEY=VALUE")
+        found[key] = value
+    for key in found.keys() & set(_TIMEOUTS):
+        if not re.fullmatch(r"[1-9]\d{0,8}", found[key], re.ASCII):
+            raise click.UsageError(f"--rdzv_conf {key}={found[key]}: expected a whole number of seconds")
+    timeouts = [float(found[key]) for key in _TIMEOUTS if key in found]
+    if timeouts:  # with both, torchrun's backend decides; the longer one is safe
+        _take(out, "connect_timeout", max(timeouts), f"--rdzv_conf {text}")
+    unused = [key for key in found if key not in _TIMEOUTS]
+    if unused:
+        instead = sorted({_RENDEZVOUS_INSTEAD[key] for key in unused if key in _RENDEZVOUS_INSTEAD})
+        advice = f" (use {' and '.join(instead)})" if instead else ""
+        out["notes"].append(f"--rdzv_conf: no effect: {', '.join(unused)}{advice}")
+
+
+def _take_launcher(out: dict[str, Any], name: str | None) -> None:
+    """Take accelerate's choice of how nodes are started, which counts for several of them alone."""
+    if name is None or (out["num_nodes"] or 1) == 1 or name in _BY_EACH_NODE:
+        return
+    flag = "--deepspeed_multinode_launcher"
+    _take(out, "launcher", launcher_name(name, flag), f"{flag} {name}")
+    out["node_rank"] = out["master_addr"] = None  # the machine with this command starts the others
+
+
+def _take_local_address(out: dict[str, Any], here: Surroundings, address: str | None) -> None:
+    """Take the address of this machine: of its interface where others join, or of the rendezvous."""
+    if address is None:
+        return
+    joins = out["node_rank"] is not None
+    if not joins and (out["hostfile"] is not None or here.knows_hosts) and out["launcher"] != LOCAL:
+        raise click.UsageError(
+            f"--local_addr {address} is an address of this machine alone: use --iface NAME, the interface on "
+            "every node (inside srun: --env NCCL_SOCKET_IFNAME=NAME --env GLOO_SOCKET_IFNAME=NAME)"
+        )
+    interface = here.interface_of(address)
+    if not interface:
+        raise click.UsageError(f"--local_addr {address}: this machine has no such address")
+    if joins:
+        _take(out, "iface", interface, f"--local_addr {address}, which is on {interface},")
+    elif out["master_addr"] is None:
+        out["master_addr"] = address
 
 
 def _nodes(text: str | None) -> int | None:
@@ -319,12 +420,36 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
 
 
 def _take_variables(out: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Add to the workers' environment the variables that accelerate's launcher would set."""
+    """Add to the workers' environment the variables that the other launcher would set."""
     found = {variable: flags[flag] for flag, variable in _VARIABLES.items() if flags[flag]}
-    pairs = {name: "true" if value is True else str(value) for name, value in found.items()}
+    names = [f"--{flag}" for flag in _VARIABLES if flags[flag]]
+    of_fsdp = [f"--{flag}" for flag in _FSDP if flags[flag] is not None]
+    if flags["use_fsdp"]:
+        found |= {_variable(flag): _setting(flags[flag], default) for flag, default in _FSDP.items()}
+        names += of_fsdp
+    elif of_fsdp:
+        out["notes"].append(f"no effect without --use_fsdp: {', '.join(of_fsdp)}")
+    pairs = {
+        name: "true" if value is True else str(value) for name, value in found.items() if value is not None
+    }
     if pairs:
-        names = [f"--{flag}" for flag in _VARIABLES if flags[flag]]
         out["notes"].append(f"handed on to accelerate, where the script uses it: {', '.join(names)}")
     if flags["num_cpu_threads_per_process"] is not None:
         pairs["OMP_NUM_THREADS"] = str(flags["num_cpu_threads_per_process"])
+    if flags["role"] is not None:
+        if not flags["role"].strip() or not flags["role"].isprintable():
+            raise click.UsageError("--role: expected a name")
+        pairs["ROLE_NAME"] = flags["role"]
     out["env"] = (*(f"{name}={value}" for name, value in pairs.items()), *out["env"])
+
+
+def _variable(flag: str) -> str:
+    """Return the variable of a flag of accelerate's FSDP."""
+    return flag.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+
+
+def _setting(value: str | None, default: str | None) -> str | None:
+    """Return the value of a flag of accelerate's FSDP as accelerate writes it: switches in small letters."""
+    if value is None:
+        return default
+    return value.lower() if default in ("true", "false") else value

@@ -66,6 +66,7 @@ class Launcher(Job):
             heartbeat_s=options.heartbeat_s if self.spans_nodes else 0.0,
             in_step=self.in_step,
             max_restarts=options.max_restarts,
+            virtual_local_rank=options.virtual_local_rank,
         )
 
     @staticmethod

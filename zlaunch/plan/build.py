@@ -35,7 +35,7 @@ def make_plan(
         for index in range(node.workers):
             rank, local_rank = first_rank + index, node.first_local + index
             env = {**common, **worker_env(run, node, rank, index)}
-            own = [f"--local_rank={local_rank}"] if program.pass_local_rank else []
+            own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
             argv = (*bootstrap, *flag, program.name, *own, *program.args)
             workers.append(WorkerPlan(rank, local_rank, env, argv))
         node_plans.append(NodePlan(node.host, tuple(workers)))

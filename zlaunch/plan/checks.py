@@ -19,6 +19,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import ranges
 
 if TYPE_CHECKING:
+    from zlaunch.plan.plan import Plan
     from zlaunch.runtime.config import MeshShape
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
@@ -208,6 +209,13 @@ def parse_shown_ranks(text: str, world_size: int | None) -> list[int] | None:
     if world_size is not None and ranks[-1] >= world_size:
         raise LaunchError(f"--log_ranks {text!r}: there is no rank {ranks[-1]}; the last is {world_size - 1}")
     return ranks
+
+
+def check_shown_local_ranks(ranks: Sequence[int] | None, plan: Plan) -> None:
+    """Check those of --local_ranks_filter. Raises LaunchError."""
+    most = max(worker.local_rank for node in plan.nodes for worker in node.workers)
+    if ranks and ranks[-1] > most:
+        raise LaunchError(f"--local_ranks_filter: no node has a local rank {ranks[-1]}; the last is {most}")
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

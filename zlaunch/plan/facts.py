@@ -24,6 +24,8 @@ class RunFacts:
     heartbeat_s: float = 0.0
     in_step: bool = False
     max_restarts: int = 0
+    virtual_local_rank: bool = False
+    """Each worker has LOCAL_RANK 0, and its GPU alone."""
 
 
 @dataclass(frozen=True, slots=True)

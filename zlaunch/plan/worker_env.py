@@ -18,6 +18,7 @@ def common_env(
     """Return what all workers of a node have in common. `rendezvous`: rank 0's address and port."""
     local_world = node.workers if node.local_world is None else node.local_world
     env = {
+        "ROLE_NAME": "default",  # the user's own is in the node's
         **node.env,
         "WORLD_SIZE": str(part.world_size),
         "LOCAL_WORLD_SIZE": str(local_world),
@@ -33,7 +34,6 @@ def common_env(
         # torchrun's, for scripts and libraries that ask for them
         "GROUP_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(part.node_count),
-        "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(part.world_size),
         "TORCHELASTIC_RUN_ID": run.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -51,7 +51,10 @@ def common_env(
 
 def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str, str]:
     """Return what the node's worker number `index` has of its own."""
-    env = {"RANK": str(rank), "LOCAL_RANK": str(node.first_local + index), "ROLE_RANK": str(rank)}
+    local_rank = node.first_local + index
+    env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+    if run.virtual_local_rank:
+        env |= {"LOCAL_RANK": "0", "ZLAUNCH_LOCAL_RANK": str(local_rank)}
     if node.host == "localhost":  # elsewhere the folder may not be there: the bootstrap offers another
         env["TORCHELASTIC_ERROR_FILE"] = f"{run.run_dir}/logs/error_{rank:05d}.json"
     if node.bound:
@@ -59,7 +62,7 @@ def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str
         env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
         if "OMP_NUM_THREADS" not in run.environ:
             env["OMP_NUM_THREADS"] = str(len(cpus))
-    if visible := visible_for_workers(node.devices):
+    if visible := visible_for_workers(node.devices, alone=run.virtual_local_rank):
         env["CUDA_VISIBLE_DEVICES"] = visible[index]
     return env
 

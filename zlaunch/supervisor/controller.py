@@ -138,6 +138,7 @@ class Controller:
         start: Event = {"type": "start", "attempt": self.attempt, "hosts": hosts, "time": time.time()}
         self.files.event(start)
         self.progress.take(start)
+        self.console.place({w.rank: w.local_rank for node in self.plan.nodes for w in node.workers})
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
             link.transport.send(

@@ -74,13 +74,14 @@ def _visible_tokens(text: str, physical: int) -> tuple[str, ...]:
     return tuple(tokens)
 
 
-def visible_for_workers(tokens: Sequence[str]) -> tuple[str, ...]:
+def visible_for_workers(tokens: Sequence[str], *, alone: bool = False) -> tuple[str, ...]:
     """Return CUDA_VISIBLE_DEVICES of each worker.
 
     All workers of a node see one list, so that `cuda:LOCAL_RANK` is right and peers can map each other's
-    memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its instance alone.
+    memory. CUDA opens only one MIG instance in a process, so with MIG each worker sees its instance alone;
+    with `alone` always.
     """
-    if any(token.startswith("MIG-") for token in tokens):
+    if alone or any(token.startswith("MIG-") for token in tokens):
         return tuple(tokens)
     return (",".join(tokens),) * len(tokens)
 

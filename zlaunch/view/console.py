@@ -42,6 +42,8 @@ class Console:
         self,
         ranks: Collection[int] | None,
         *,
+        local_ranks: Collection[int] | None = None,
+        role: str = "rank",
         quiet: bool = False,
         verbose: bool = False,
         out: BinaryIO | None = None,
@@ -50,6 +52,10 @@ class Console:
     ) -> None:
         self._ranks = None if ranks is None else frozenset(ranks)
         """The ranks to show; None: all of them."""
+        self._local_ranks = local_ranks
+        """The local ranks to show instead, on each node."""
+        self._role = role.encode()
+        """Precedes a rank's number."""
         self._prefixed = ranks is None or len(ranks) > 1
         self._quiet, self._verbose = quiet, verbose and not quiet
         given = {"stdout": (out, sys.stdout), "stderr": (err, sys.stderr)}
@@ -76,6 +82,12 @@ class Console:
         self._line_at = self._drawn_at = -_REDRAW_S
         self._output_at = -_PROMPT_S
         self._has_ended = False
+
+    def place(self, local_ranks: Mapping[int, int]) -> None:
+        """Take the local rank of each rank, when an attempt begins."""
+        if self._local_ranks is not None:
+            self._ranks = frozenset(rank for rank, local in local_ranks.items() if local in self._local_ranks)
+            self._prefixed = len(self._ranks) > 1
 
     @property
     def is_read(self) -> bool:
@@ -172,7 +184,7 @@ class Console:
         self._waiting = ""
         for (rank, stream), rest in self._partial.items():
             if rest:
-                self._write(stream, b"[rank %d] %s\n" % (rank, rest))
+                self._write(stream, b"[%s %d] %s\n" % (self._role, rank, rest))
         self._partial.clear()
         if self._has_bar and not self._has_ended:
             self._line_at = -_FASTEST_S
@@ -200,7 +212,7 @@ class Console:
         self._partial[key] = rest
         if self._on_screen:  # a move within one rank's lines would end in another's
             whole = _MOVES.sub(b"", whole)
-        start = b"[rank %d] " % rank
+        start = b"[%s %d] " % (self._role, rank)
         # not line by line: there may be millions
         return start + whole[:-1].replace(b"\n", b"\n" + start) + b"\n" if whole else b""
 

@@ -153,10 +153,10 @@ def test_a_launch_imports_no_other_command() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--num_gpu", "2", "x.py"], "No such option --num_gpu. Did you mean --num_gpus?"),
+        (["--num_gpsu", "2", "x.py"], "No such option --num_gpsu. Did you mean --num_gpus?"),
         (
-            ["--nproc_per_nod", "2", "x.py"],
-            "No such option --nproc_per_nod. Did you mean --nproc_per_node?",
+            ["--nproc_per_ndoe", "2", "x.py"],
+            "No such option --nproc_per_ndoe. Did you mean --nproc_per_node?",
         ),
         (["--num_gpus", "two", "x.py"], "'two' is not a whole number."),
         (["--hang_timeout", "long", "x.py"], "'long' is not a number."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -10,10 +11,15 @@ import pytest
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import Surroundings, take_flags
 
-HERE = Surroundings(gpus=4, cores=16, knows_hosts=False)
+
+def interface_of(address: str) -> str:
+    return {"10.0.0.5": "eth1", "127.0.0.1": "lo"}.get(address, "")
+
+
+HERE = Surroundings(gpus=4, cores=16, knows_hosts=False, interface_of=interface_of)
 CPU = Surroundings(gpus=0, cores=16, knows_hosts=False)
-JOB = Surroundings(gpus=4, cores=16, knows_hosts=True)
-STEP = Surroundings(gpus=4, cores=16, knows_hosts=True, step_nodes=2)
+JOB = Surroundings(gpus=4, cores=16, knows_hosts=True, interface_of=interface_of)
+STEP = Surroundings(gpus=4, cores=16, knows_hosts=True, step_nodes=2, interface_of=interface_of)
 
 
 def given(text: str) -> dict[str, Any]:
@@ -63,6 +69,28 @@ HAND = {**ALONE, "no_ssh": True}
         ("--multi_gpu --num_processes 4 --main_process_port 0", HERE, {"num_gpus": 4}),
         ("--num_processes 8 --num_machines 2", JOB, {"num_gpus": 4, "num_nodes": 2}),
         ("--num_machines 2 --deepspeed_hostfile h", HERE, {"num_nodes": 2, "hostfile": "h"}),
+        ("--role trainer --env A=1", HERE, {"env": ("ROLE_NAME=trainer", "A=1")}),
+        ("--rdzv_conf timeout=900", HERE, {"connect_timeout": 900.0}),
+        ("--rdzv-conf=join_timeout=600,timeout=30", HERE, {"connect_timeout": 600.0}),
+        (
+            "--rdzv_conf is_host=1,keep_alive_interval=9",
+            HERE,
+            {"notes": ["--rdzv_conf: no effect: is_host, keep_alive_interval (use --heartbeat SECONDS)"]},
+        ),
+        ("--virtual_local_rank", HERE, {"virtual_local_rank": True}),
+        ("--local_ranks_filter 2,0 -t 3", HERE, {"local_ranks": [0, 2], "log_ranks": "all"}),
+        ("--local-addr 10.0.0.5", HERE, {"master_addr": "10.0.0.5"}),
+        ("--local_addr 10.0.0.5 --rdzv_endpoint localhost:0", HERE, {"master_addr": "localhost"}),
+        ("--deepspeed_multinode_launcher pdsh", HERE, {}),
+        (
+            "--deepspeed_multinode_launcher pdsh --num_machines 2 --machine_rank 0 --main_process_ip n1 "
+            "--deepspeed_hostfile h --deepspeed_exclusion_filter n3",
+            HERE,
+            {"launcher": "ssh", "num_nodes": 2, "hostfile": "h", "exclude": "n3"},
+        ),
+        ("--nnode=1 --nproc-per 2 --stand", HERE, {"num_nodes": 1, "num_gpus": 2, "launcher": "local"}),
+        ("--rdzv_e localhost:0", HERE, {"master_addr": "localhost"}),
+        ("--fsdp_version 2", HERE, {"notes": ["no effect without --use_fsdp: --fsdp_version"]}),
     ],
 )  # fmt: skip
 def test_flags_that_are_taken(text: str, around: Surroundings, expected: dict[str, Any]) -> None:
@@ -84,12 +112,57 @@ def test_flags_that_are_taken(text: str, around: Surroundings, expected: dict[st
             "--num_processes 6",
             {"num_gpus": 3, "master_port": 29501},
         ),
+        (
+            "--deepspeed_multinode_launcher standard --num_machines 2 --machine_rank 1 --main_process_ip n1",
+            {"num_gpus": 4},
+        ),
+        ("--nnodes 2 --node_rank 1 --master_addr n1 --local_addr 10.0.0.5", {"num_gpus": 4, "iface": "eth1"}),
     ],
 )
 def test_nodes_that_are_started_by_hand(text: str, expected: dict[str, Any]) -> None:
     by_hand = {**HAND, "num_nodes": 2, "node_rank": 1, "master_addr": "n1"}
     assert settled(text) == {**by_hand, **expected}
     assert settled(text, STEP) == {**by_hand, **expected}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fsdp_offload_params True --fsdp_state_dict_type SHARDED_STATE_DICT --fsdp_version 2",
+        "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block,Head "
+        "--fsdp_sharding_strategy SHARD_GRAD_OP --fsdp_backward_prefetch BACKWARD_PRE "
+        "--fsdp_min_num_params 7 --fsdp_reshard_after_forward FULL_SHARD --fsdp_forward_prefetch true "
+        "--fsdp_use_orig_params False --fsdp_sync_module_states true --fsdp_activation_checkpointing true",
+    ],
+)
+def test_the_variables_of_fsdp_are_those_of_accelerates_launcher(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    for name in [name for name in os.environ if name.startswith("FSDP_")]:
+        monkeypatch.delenv(name)
+    line = (
+        f"--use_fsdp --mixed_precision bf16 --num_processes 2 --num_machines 1 --main_process_port 0 {flags}"
+    )
+    args = launch_command_parser().parse_args([*line.split(), "--dynamo_backend", "no", "train.py"])
+    args.num_machines = 1
+    theirs = prepare_multi_gpu_env(args)
+    ours = dict(pair.split("=", 1) for pair in take_flags(given(line), lambda: HERE)["env"])
+    variables = [name for name in theirs if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"]
+    assert len(variables) > 10
+    assert {name: ours.get(name) for name in variables} == {name: theirs[name] for name in variables}
+
+
+def test_accelerates_options_of_fsdp_are_all_known() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    given("--use_fsdp")  # adds the flags of other launchers
+    ours = {name for each in run.params for name in each.opts}
+    theirs = {name for each in launch_command_parser()._actions for name in each.option_strings}
+    theirs = {"--" + name[2:].replace("-", "_") for name in theirs}
+    assert {name for name in theirs if name.startswith(("--fsdp", "--use_fsdp"))} <= ours
 
 
 def test_an_address_of_version_6() -> None:
@@ -154,11 +227,19 @@ def test_without_them_nothing_changes() -> None:
         ("--tee 4", HERE, "--tee 4: write 0, 1, 2, 3 or 0:3,1:1"),
         ("-r all", HERE, "--redirects all: write"),
         ("--config_file x.yaml", HERE, "zlaunch reads no file of accelerate's"),
-        ("--rdzv_conf a=b", HERE, "--rdzv_conf is not zlaunch's: use --node_rank R"),
-        ("--use_fsdp", HERE, "zero_optimization.stage of the config"),
-        ("--fsdp_offload_params true", HERE, "offload_param and offload_optimizer"),
+        ("--rdzv_conf timeout", HERE, "--rdzv_conf timeout: expected KEY=VALUE"),
+        ("--rdzv_conf timeout=1m", HERE, "--rdzv_conf timeout=1m: expected a whole number of seconds"),
+        ("--rdzv_conf timeout=5 --connect_timeout 9", HERE, "and --connect_timeout 9.0 contradict"),
+        ("--local_ranks_filter 0 --log_ranks 1", HERE, "0 and --log_ranks 1 contradict each other"),
+        ("--role=", HERE, "--role: expected a name"),
+        ("--local_addr 10.0.0.6", HERE, "--local_addr 10.0.0.6: this machine has no such address"),
+        ("--local_addr 10.0.0.5", STEP, "inside srun: --env NCCL_SOCKET_IFNAME=NAME"),
+        ("--local_addr 10.0.0.5 --hostfile h", HERE, "use --iface NAME, the interface on every node"),
+        ("--nnodes 2 --deepspeed_multinode_launcher mpich", HERE, "use ssh, slurm or openmpi"),
+        ("--nnodes 2 --deepspeed_multinode_launcher x", HERE, "--deepspeed_multinode_launcher x: expected"),
+        ("--n 2", HERE, "No such option"),
+        ("--rdzv 2", HERE, "No such option"),
         ("--zero_stage 3", HERE, "--deepspeed_config_file"),
-        ("--local-addr x", HERE, "use --iface NAME"),
         ("--mixed_precision fp8", HERE, "'fp8' is not one of"),
     ],
 )  # fmt: skip

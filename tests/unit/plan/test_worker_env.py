@@ -94,3 +94,17 @@ def test_an_attempt_knows_its_number_and_where_to_go_on() -> None:
     again = workers(NodeSpec("a", 1, 1), attempt=2, resume_dir="/saved")
     assert of(again, "ZLAUNCH_RESUME_DIR") == ["/saved"]
     assert of(again, "ZLAUNCH_RESTART_COUNT") == of(again, "TORCHELASTIC_RESTART_COUNT") == ["2"]
+
+
+def test_a_virtual_local_rank_is_0_and_sees_its_gpu_alone() -> None:
+    run = replace(RUN, virtual_local_rank=True)
+    plan = make_plan(run, [NodeSpec("a", 2, 8, devices=("4", "6"))], master_addr="a", master_port=29500)
+    found = list(plan.nodes[0].workers)
+    assert of(found, "LOCAL_RANK") == ["0", "0"] and of(found, "ZLAUNCH_LOCAL_RANK") == ["0", "1"]
+    assert of(found, "CUDA_VISIBLE_DEVICES") == ["4", "6"]
+    assert [worker.local_rank for worker in found] == [0, 1] and "--local_rank=0" in found[1].argv
+
+
+def test_the_name_of_the_role_is_the_users() -> None:
+    assert of(workers(NodeSpec("a", 1, 1)), "ROLE_NAME") == ["default"]
+    assert of(workers(NodeSpec("a", 1, 1, env={"ROLE_NAME": "trainer"})), "ROLE_NAME") == ["trainer"]

@@ -48,6 +48,17 @@ def test_several_ranks_speak_in_prefixed_whole_lines() -> None:
     assert out.getvalue() == b"[rank 3] one\n[rank 0] zero\n[rank 3] two\n[rank 3] rest\n"
 
 
+def test_local_ranks_are_those_of_each_attempts_nodes() -> None:
+    shown, out, _ = console(0, local_ranks=[1], role="trainer")
+    shown.place({0: 0, 1: 1, 2: 0, 3: 1})
+    for rank in range(4):
+        shown.output(rank, "stdout", b"x\n")
+    shown.place({0: 0, 1: 1})
+    for rank in range(2):
+        shown.output(rank, "stdout", b"alone\n")
+    assert out.getvalue() == b"[trainer 1] x\n[trainer 3] x\nalone\n"
+
+
 def test_a_long_line_of_several_ranks_is_cut_between_characters() -> None:
     shown, out, _ = console(0, 3)
     text = "x" + "\u00e9\U0001f600" * 20_000
