@@ -41,6 +41,8 @@ class Environment:
     """``ZLAUNCH_VERBOSE=1``: details of the start are printed as well."""
     profile: str
     """``ZLAUNCH_PROFILE=10-12``: the steps of which rank 0 writes a trace."""
+    timeouts: bool
+    """``ZLAUNCH_NO_TIMEOUTS=1``: ranks wait for each other without limit, because one is debugged."""
     debug_free: str
     """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills resharded parameters with NaN instead of releasing memory."""
 
@@ -75,5 +77,6 @@ def read_environment() -> Environment:
         quiet=os.environ.get("ZLAUNCH_QUIET") == "1",
         verbose=os.environ.get("ZLAUNCH_VERBOSE") == "1",
         profile=os.environ.get("ZLAUNCH_PROFILE", ""),
+        timeouts=os.environ.get("ZLAUNCH_NO_TIMEOUTS") != "1",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

@@ -32,6 +32,7 @@ from .waits import Key, waits
 _CHANNELS = ("gather", "reduce")
 _VERBS = {GATHER: "gathers", REDUCE: "reduces the gradients of"}
 _TIMEOUT_S = 1800.0
+_DEBUGGED_TIMEOUT_S = 20 * 86400.0
 
 
 class SharedBatch(Protocol):
@@ -131,8 +132,10 @@ class Comm:
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
         if self.world_size > 1 and device.type == "cpu" and connect is not None:
-            allowed, say = share and read_environment().shared_memory, partial(_say, self._labels)
-            join = partial(connect, timeout_s=_TIMEOUT_S, allowed=allowed, describe=say, check=waits.check)
+            environment, say = read_environment(), partial(_say, self._labels)
+            allowed = share and environment.shared_memory
+            limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
+            join = partial(connect, timeout_s=limit_s, allowed=allowed, describe=say, check=waits.check)
         if mesh is not None:
             self.link = mesh(self, join)
         elif join is not None:

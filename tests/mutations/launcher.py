@@ -360,6 +360,27 @@ MUTATIONS = (
         ("tests/unit/cli/test_torchrun_flags.py",),
     ),
     Mutation(
+        "zlaunch/node/debugger.py",
+        'given.arguments["timeout"] = _LIMIT',
+        'given.arguments.setdefault("timeout", _LIMIT)',
+        "a script's own timeout ends a run that is debugged",
+        ("tests/unit/node/test_debugger.py",),
+    ),
+    Mutation(
+        "zlaunch/node/debugger.py",
+        "found = [address for address in (*asked, *named) if address in own]",
+        "found = [*asked, *named]",
+        "--debug listens on an address of another machine",
+        ("tests/unit/node/test_debugger.py",),
+    ),
+    Mutation(
+        "zlaunch/plan/worker_env.py",
+        "if rank == run.debug_rank:",
+        "if run.debug_rank is not None:",
+        "--debug stops every rank",
+        ("tests/unit/plan/test_worker_env.py",),
+    ),
+    Mutation(
         "zlaunch/view/console.py",
         "frozenset(rank for rank, local in local_ranks.items() if local in self._local_ranks)",
         "frozenset(rank for rank, local in local_ranks.items() if rank in self._local_ranks)",

@@ -32,6 +32,16 @@ def _steps(_context: click.Context, _option: click.Parameter, text: str | None) 
     return text
 
 
+def _debugged(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Read a rank. accelerate has a switch of this name."""
+    if text is not None and not re.fullmatch(r"[0-9]{1,6}", text, re.ASCII):
+        raise click.BadParameter(
+            f"{text!r} is not a rank; --debug 0 debugs rank 0. accelerate's --debug is "
+            "--env ACCELERATE_DEBUG_MODE=true"
+        )
+    return None if text is None else int(text)
+
+
 _place = partial(option, group=_PLACE)
 _worker = partial(option, group=_WORKERS)
 _output = partial(option, group=_OUTPUT)
@@ -131,6 +141,12 @@ LAUNCH = (
         type=click.Choice(COMPAT_CHOICES),
         help="Module that `import deepspeed` loads: deepspeed loads zlaunch, none the real DeepSpeed, auto "
         "zlaunch if DeepSpeed is not installed.  [default: auto]",
+    ),
+    _worker(
+        "--debug",
+        metavar="RANK",
+        callback=_debugged,
+        help="Wait in this rank for a debugger (VS Code) before the script runs; needs zlaunch[debug].",
     ),
     count_option(
         "--max_restarts",

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
 _ENDS_WITH_JOB = "a job ends with the command that it was started for: leave it out"
+_NOT_DEBUGGED = {
+    "detach": "the address of the debugger is printed here",
+    "no_python": "only Python can be debugged",
+    "max_restarts": "each attempt would wait for a debugger",
+}
+"""Option -> why it does not go with --debug."""
 _EPILOG = "To run a script that has the name of a command, write its path: zlaunch ./ps"
 
 
@@ -138,6 +144,10 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
             raise click.UsageError(f"--{option} has no effect here: {reason}")
     if given["detach"] and (allocation is not None or given["pod"]):
         raise click.UsageError(f"--detach: {_ENDS_WITH_JOB}")
+    if given["debug"] is not None:
+        for name, reason in _NOT_DEBUGGED.items():
+            if given[name]:
+                raise click.UsageError(f"--debug and --{name} cannot be used together: {reason}")
     if given["requeue"] and allocation is None:
         raise click.UsageError("--requeue works only inside a SLURM job")
     if given["run_dir"] is None:
@@ -177,7 +187,8 @@ def _options(
     check_port(given["master_port"])
     cores = parse_cores(given["bind_core_list"]) if given["bind_core_list"] is not None else None
     run_id = given["run_id"] or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
-    is_python = mode != "exec" and not given["no_preload"]
+    # A debugged run's workers change torch while they import it.
+    is_python = mode != "exec" and not given["no_preload"] and given["debug"] is None
     shared = shared_imports(command[0], module=mode == "module") if is_python else ()
     local_rank = not (given["no_local_rank"] or given["no_python"])
     return Options(
@@ -204,6 +215,7 @@ def _options(
                 *("compat", "node_rank", "pod", "profile"),
             )
         },
+        debug_rank=given["debug"],
         virtual_local_rank=given.get("virtual_local_rank", False),
     )
 
@@ -278,11 +290,15 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
     console.message(f"logs in {os.path.relpath(run_dir)}")
+    if given["debug"] is not None:
+        from zlaunch.supervisor.debugger import LIFTED
+
+        console.message(f"--debug {given['debug']}: {LIFTED}")
     limits = Limits(
         max_restarts=given["max_restarts"],
         min_nodes=given["min_nodes"],
         spares=launcher.options.spares,
-        hang_timeout_s=given["hang_timeout"],
+        hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
         first_attempt=given["first_attempt"],
         log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
     )

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 QueueName = Literal["local", "slurm"]
 _SLOTS = ("num_gpus", "num_nodes", "include", "exclude")
-_NOT_HERE = {"detach": False, "dry_run": False, "as_json": False, "no_ssh": False, "node_rank": None}
+_NOT_HERE = {
+    "detach": False,
+    "dry_run": False,
+    "as_json": False,
+    "no_ssh": False,
+    "node_rank": None,
+    "debug": None,
+}
 """Options of a run that say nothing about one that a queue starts -> what they are then."""
 _ABOUT = ("priority", "after", "limit", "retries", "preemptible", "sbatch")
 QUEUE_OPTION = click.option(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Plan
+from zlaunch.plan.plan import NodePlan, Plan
 from zlaunch.supervisor.job import Job
 from zlaunch.supervisor.run_record import resume_folder
 from zlaunch.system.processes import python_module_argv
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
 FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares")
 NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
+NEEDS_DEBUGPY = "--debug needs debugpy: pip install 'zlaunch[debug]'"
 _CLOCKS_S = 5.0
 """Seconds by which the clocks of SLURM's machines may differ."""
 
@@ -66,6 +67,7 @@ class Launcher(Job):
             heartbeat_s=options.heartbeat_s if self.spans_nodes else 0.0,
             in_step=self.in_step,
             max_restarts=options.max_restarts,
+            debug_rank=options.debug_rank,
             virtual_local_rank=options.virtual_local_rank,
         )
 
@@ -123,6 +125,10 @@ class Launcher(Job):
             resume_dir=resume_folder(o.run_dir, o.run_id, attempt, o.program, os.environ),
             part=part,
         )
+
+    def lacks_debugger(self, node: NodePlan, *, is_there: bool) -> bool:
+        """Tell whether --debug asks for debugpy on a node that does not have it."""
+        return not is_there and any(worker.rank == self.options.debug_rank for worker in node.workers)
 
     def agent_log(self, host: str) -> Path:
         """Return the file for the stderr of a host's agent."""

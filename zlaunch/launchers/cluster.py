@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
-from zlaunch.launchers.base import Launcher
+from zlaunch.launchers.base import NEEDS_DEBUGPY, Launcher
 from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.plan.facts import NodeSpec
@@ -91,7 +91,11 @@ class ClusterLauncher(Launcher):
             address, port = self.options.master_addr or "127.0.0.1", self.options.master_port
         else:
             address, port = rendezvous.address, rendezvous.port
-        return self._make(specs, address, port, attempt, safe_path=min(versions) >= (3, 11))
+        plan = self._make(specs, address, port, attempt, safe_path=min(versions) >= (3, 11))
+        for node, planned in zip(nodes, plan.nodes, strict=True):
+            if self.lacks_debugger(planned, is_there=node.facts.debugpy):
+                raise NodeError(node.host, NEEDS_DEBUGPY)
+        return plan
 
     def known_plan(self) -> Plan | None:
         """Return the plan without what only the nodes can tell: cores, devices, the rendezvous."""
@@ -140,6 +144,7 @@ class ClusterLauncher(Launcher):
             env=env,
             bound=o.bound_cores(facts.cores, len(slots), node.host),
             python=o.python,
+            is_local=node.link.transport.local,
         )
 
     def _chosen(self) -> dict[str, tuple[int, ...]]:

@@ -8,12 +8,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zlaunch.errors import NodeError
-from zlaunch.launchers.base import Launcher
+from zlaunch.errors import LaunchError, NodeError
+from zlaunch.launchers.base import NEEDS_DEBUGPY, Launcher
 from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor.nodes import SLOW_S, Link, Node
+from zlaunch.system.facts import has_debugpy
 from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class ThisNodeLauncher(Launcher):
         """Make the plan of the first attempt. Raises LaunchError."""
         super().__init__(options, allocation)
         self.first_plan = self.own_plan(0)
+        if self.lacks_debugger(self.first_plan.nodes[0], is_there=has_debugpy()):
+            raise LaunchError(NEEDS_DEBUGPY)
 
     @abstractmethod
     def own_plan(self, attempt: int) -> Plan:

@@ -55,6 +55,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, _note_stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     event_fd = _own_event_fd()
+    _take_debugger(event_fd)
     pid, recorded = os.getpid(), error_file.offer()
     try:
         if mode == "--module":
@@ -76,6 +77,18 @@ def main() -> None:
     finally:
         if os.getpid() == pid:
             error_file.hand_over(recorded, event_fd)
+
+
+def _take_debugger(event_fd: int) -> None:
+    """Do what --debug asks for: in its rank wait for a debugger, in all ranks wait for that one."""
+    host = os.environ.pop("ZLAUNCH_DEBUG", "")
+    if "ZLAUNCH_NO_TIMEOUTS" not in os.environ:
+        return
+    from zlaunch.node import debugger
+
+    debugger.lift_timeouts()
+    if host:
+        debugger.await_client(host, event_fd)
 
 
 def _bind(cpus: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zlaunch.errors import LaunchError
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.plan.worker_env import common_env, worker_env
@@ -19,11 +20,15 @@ def make_plan(
     resume_dir: str | None = None,
     part: Part | None = None,
 ) -> Plan:
-    """Number the workers in order of the nodes and write down the environment and argv of each.
+    """Number the workers in order of the nodes and write down the environment and argv of each. Raises
+    LaunchError.
 
     `part` is given where other launchers start the other nodes; None: these nodes are the whole run.
     """
     part = part or Part(0, sum(node.workers for node in nodes), 0, len(nodes))
+    if run.debug_rank is not None and run.debug_rank >= part.world_size:
+        rank = run.debug_rank
+        raise LaunchError(f"--debug {rank}: there is no rank {rank} among {part.world_size} worker(s)")
     program, first_rank = run.program, part.first_rank
     flag = [] if program.mode == "script" else [f"--{program.mode}"]
     node_plans = []

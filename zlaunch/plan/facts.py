@@ -24,6 +24,8 @@ class RunFacts:
     heartbeat_s: float = 0.0
     in_step: bool = False
     max_restarts: int = 0
+    debug_rank: int | None = None
+    """The rank that waits for a debugger before its script runs."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
 
@@ -47,6 +49,8 @@ class NodeSpec:
     """Counts the workers of the node in all; None: these."""
     python: str | None = None
     """The interpreter there; None: this one."""
+    is_local: bool = True
+    """Tells whether the launcher is on this node."""
 
 
 @dataclass(frozen=True, slots=True)

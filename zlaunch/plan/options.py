@@ -55,6 +55,8 @@ class Options:
     """Tells whether the place among the nodes comes from the variables of a pod."""
     profile: str | None = None
     """Steps of which rank 0 writes a trace."""
+    debug_rank: int | None = None
+    """The rank that waits for a debugger before its script runs."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
     compat: str | None = None

@@ -23,6 +23,8 @@ SECRET_WORDS = (
 _ASSIGNED = rf"(?:{SECRET_WORDS})[\w.-]*="
 IN_ADDRESS = r"://[^/@\s]+@"
 NOT_SHOWN = "(not shown)"
+LOCAL_HOST = "localhost"
+"""In ZLAUNCH_DEBUG: the launcher is on the worker's node."""
 
 
 def is_secret(name: str) -> bool:

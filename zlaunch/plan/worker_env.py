@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
+from zlaunch.plan.plan import LOCAL_HOST
 from zlaunch.system.devices import visible_for_workers
 
 
@@ -40,10 +41,13 @@ def common_env(
         "TORCHELASTIC_MAX_RESTARTS": str(run.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
+    if run.debug_rank is not None:
+        env["ZLAUNCH_NO_TIMEOUTS"] = "1"
     if resume_dir is not None:
         env["ZLAUNCH_RESUME_DIR"] = resume_dir
     given = run.environ.keys() | node.env.keys()
-    for key, value in _default_env(node, single_node=part.node_count == 1).items():
+    usual = _default_env(node, single_node=part.node_count == 1, is_debugged=run.debug_rank is not None)
+    for key, value in usual.items():
         if given.isdisjoint((key, *_SAME.get(key, ()))):
             env[key] = value
     return env
@@ -53,6 +57,8 @@ def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str
     """Return what the node's worker number `index` has of its own."""
     local_rank = node.first_local + index
     env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+    if rank == run.debug_rank:
+        env["ZLAUNCH_DEBUG"] = LOCAL_HOST if node.is_local else node.host
     if run.virtual_local_rank:
         env |= {"LOCAL_RANK": "0", "ZLAUNCH_LOCAL_RANK": str(local_rank)}
     if node.host == "localhost":  # elsewhere the folder may not be there: the bootstrap offers another
@@ -71,7 +77,7 @@ _SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
 """Maps a variable to its other names: what the user says under any of them counts."""
 
 
-def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
+def _default_env(node: NodeSpec, *, single_node: bool, is_debugged: bool) -> dict[str, str]:
     """Return the settings that give way to the user's own."""
     env = {"OMP_NUM_THREADS": str(max(1, node.cores // (node.local_world or node.workers)))}
     if not node.devices:
@@ -85,6 +91,9 @@ def _default_env(node: NodeSpec, *, single_node: bool) -> dict[str, str]:
         # The newer name, PYTORCH_ALLOC_CONF, is unknown to torch 2.6, and in 2.9 this value has no effect
         # under it.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if is_debugged:
+        # It ends a process whose watchdog thread stands still, as at a breakpoint that stops all threads.
+        env["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     if single_node:
         # Gloo otherwise takes the address of the host name, which may not resolve to this machine.
         env["GLOO_SOCKET_IFNAME"] = "lo"

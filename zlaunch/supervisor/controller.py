@@ -18,6 +18,7 @@ from types import FrameType
 
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.heartbeat import Heartbeat
 from zlaunch.supervisor.nodes import SLOW_S, Left, Link
@@ -303,6 +304,8 @@ class Controller:
             self._regroup()
         elif kind == "snapshot":
             self._regroup()
+        elif kind == "debugger":
+            self._on_debugger(event)
         elif kind == "exception":
             self.verdict.exception(event)
         elif kind == "exit":
@@ -330,6 +333,13 @@ class Controller:
                 self.console.message(
                     f"{host}: ended {count} {plural} that the script had left running: {why}"
                 )
+
+    def _on_debugger(self, event: Event) -> None:
+        """Say where a rank waits for a debugger, also with --quiet, and that one has come."""
+        if event.get("attached"):
+            self.console.message(f"a debugger is attached to rank {event['rank']}")
+        else:
+            self.console.text(advice(event["rank"], event["host"], event.get("address"), event.get("port")))
 
     def _regroup(self) -> None:
         """End the attempt if a node that was gone is back: what it has done is saved."""

@@ -34,6 +34,7 @@ WORKER_EVENTS = (
     "environment",
     "standing",
     "result",
+    "debugger",
 )
 """Events that a worker may send; only the agent sends other types."""
 

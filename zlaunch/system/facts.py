@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import socket
@@ -31,6 +32,8 @@ class Facts:
     """CUDA_VISIBLE_DEVICES as it is set there."""
     addresses: dict[str, tuple[str, ...]]
     """Network interface -> its addresses, for those that are up; loopback is left out."""
+    debugpy: bool = False
+    """Tells whether debugpy is installed there."""
 
     def as_event(self) -> dict[str, Any]:
         """Return the facts as an event, for the way to the launcher."""
@@ -47,6 +50,7 @@ class Facts:
             devices=tuple(event["devices"]),
             visible=event["visible"],
             addresses={name: tuple(values) for name, values in event["addresses"].items()},
+            debugpy=event["debugpy"],
         )
 
     def describe_devices(self) -> str:
@@ -65,7 +69,13 @@ def own_facts(*, with_network: bool = True) -> Facts:
         devices=found.tokens,
         visible=found.visible,
         addresses=interface_addresses() if with_network else {},
+        debugpy=has_debugpy(),
     )
+
+
+def has_debugpy() -> bool:
+    """Tell whether workers of this Python can be debugged."""
+    return importlib.util.find_spec("debugpy") is not None
 
 
 def cores_by_numa(root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from zlaunch.errors import LaunchError
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.plan import Program, WorkerPlan
@@ -103,6 +104,20 @@ def test_a_virtual_local_rank_is_0_and_sees_its_gpu_alone() -> None:
     assert of(found, "LOCAL_RANK") == ["0", "0"] and of(found, "ZLAUNCH_LOCAL_RANK") == ["0", "1"]
     assert of(found, "CUDA_VISIBLE_DEVICES") == ["4", "6"]
     assert [worker.local_rank for worker in found] == [0, 1] and "--local_rank=0" in found[1].argv
+
+
+def test_one_rank_waits_for_a_debugger_and_none_gives_up_on_it() -> None:
+    run = replace(RUN, debug_rank=2, environ={})
+    nodes = [NodeSpec("a", 2, 8), NodeSpec("b", 2, 8, is_local=False)]
+    plan = make_plan(run, nodes, master_addr="a", master_port=29500)
+    found = [worker for node in plan.nodes for worker in node.workers]
+    assert of(found, "ZLAUNCH_DEBUG") == [None, None, "b", None]
+    assert of(found, "ZLAUNCH_NO_TIMEOUTS") == ["1"] * 4
+    assert of(found, "TORCH_NCCL_ENABLE_MONITORING") == ["0"] * 4
+    local = make_plan(replace(run, debug_rank=1), nodes, master_addr="a", master_port=29500)
+    assert local.nodes[0].workers[1].env["ZLAUNCH_DEBUG"] == "localhost"
+    with pytest.raises(LaunchError, match=r"--debug 4: there is no rank 4 among 4 worker\(s\)"):
+        make_plan(replace(run, debug_rank=4), nodes, master_addr="a", master_port=29500)
 
 
 def test_the_name_of_the_role_is_the_users() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import queue
@@ -139,6 +140,19 @@ def test_an_agent_that_dies_without_a_word_is_a_lost_node(scene: Scene) -> None:
     outcome = scene.run()
     assert outcome.lost == outcome.died == {"n1"} and outcome.code == 1
     assert "agent on n1 died" in scene.shown() and scene.agents[0].commands() == ["stop"]
+
+
+def test_a_rank_that_waits_for_a_debugger_is_named_with_what_reaches_it(scene: Scene) -> None:
+    waits: Event = {"type": "debugger", "rank": 1, "address": "10.0.0.2", "port": 5678, "attached": False}
+    scene.say(1, waits, {**waits, "attached": True})
+    scene.end(0)
+    scene.end(1)
+    assert scene.run() == Outcome(0)
+    first, warning, how, block, attached = scene.shown().splitlines()
+    assert first == "zlaunch: rank 1 on n1 waits for a debugger at 10.0.0.2:5678"
+    assert "anyone who reaches this port can run code as you" in warning and "launch.json" in how
+    assert json.loads(block)["connect"] == {"host": "10.0.0.2", "port": 5678}
+    assert attached == "zlaunch: a debugger is attached to rank 1"
 
 
 # -- causes
