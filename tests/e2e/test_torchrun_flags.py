@@ -52,13 +52,17 @@ def test_names_and_devices_of_torchruns_workers(tmp_path: Path) -> None:
     assert "--local_ranks_filter: no node has a local rank 3; the last is 2" in launch.err
 
 
-def test_two_nodes_each_by_its_own_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "numbers", [(0, 1), pytest.param((None, None), marks=pytest.mark.exhaustive)], ids=["given", "by arrival"]
+)
+def test_two_nodes_each_by_its_own_command(tmp_path: Path, numbers: tuple[int | None, ...]) -> None:
     where = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:29714", "--rdzv_id=7"]
     launches = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        flags = [*where, f"--node_rank={rank}", "--nproc_per_node=1", "--iface=lo", "--tee=3"]
-        launches.append(Launch(tmp_path / str(rank), *flags, script=SAY, env=ENV))
+    for index, number in enumerate(numbers):
+        (tmp_path / str(index)).mkdir()
+        own = [f"--node_rank={number}"] if number is not None else []
+        flags = [*where, *own, "--nproc_per_node=1", "--iface=lo", "--tee=3"]
+        launches.append(Launch(tmp_path / str(index), *flags, script=SAY, env=ENV))
     assert [launch.wait() for launch in launches] == [0, 0], [launch.err for launch in launches]
     lines = sorted(line.rpartition("] ")[2] for each in launches for line in each.out.splitlines())
     assert lines == ["rank 0 2 0 1", "rank 1 2 0 1"]

@@ -360,6 +360,13 @@ MUTATIONS = (
         ("tests/unit/cli/test_torchrun_flags.py",),
     ),
     Mutation(
+        "zlaunch/launchers/arrival.py",
+        "enumerate(waiting, start=1)",
+        "enumerate(waiting)",
+        "two nodes that number themselves are node 0",
+        ("tests/unit/launchers/test_arrival.py",),
+    ),
+    Mutation(
         "zlaunch/node/debugger.py",
         'given.arguments["timeout"] = _LIMIT',
         'given.arguments.setdefault("timeout", _LIMIT)',

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from zlaunch.launchers import registry
 from zlaunch.plan.options import Options, python_there
 
 if TYPE_CHECKING:
+    from zlaunch.launchers.arrival import Arrival
     from zlaunch.launchers.base import Launcher
     from zlaunch.plan.plan import Plan
     from zlaunch.runtime.config import MeshShape
@@ -167,7 +169,19 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
         folder=given["workdir"],
         world_size=plan.world_size if plan is not None else None,
     )
+    arrival: Arrival | None = given.get("arrival")
+    if (
+        arrival is not None and not given["dry_run"]
+    ):  # all else is right: only now the other nodes count on us
+        number = arrival.number(given["connect_timeout"], partial(_say, quiet=given["quiet"]))
+        launcher = kind(replace(options, node_rank=number), allocation)
+        plan = launcher.known_plan()
     return Chosen(launcher, why, plan, warnings)
+
+
+def _say(text: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(f"zlaunch: {text}", file=sys.stderr)
 
 
 def _options(

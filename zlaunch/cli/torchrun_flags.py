@@ -17,6 +17,7 @@ import click
 
 from zlaunch.cli.commands import Option
 from zlaunch.cli.deepspeed_flags import answered, launcher_name
+from zlaunch.launchers.arrival import DEFAULT_PORT, USUAL_LIMIT_S, Arrival
 from zlaunch.launchers.batch_systems import read_job
 from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.checks import parse_ranks
@@ -41,7 +42,8 @@ _HELP = {
     "num_processes": "Workers on all nodes together.",
     "num_cpu_threads_per_process": "Set OMP_NUM_THREADS of the workers.",
     "rdzv_endpoint": "Same as --master_addr HOST and --master_port PORT.",
-    "rdzv_backend": "c10d or static; has no effect.",
+    "rdzv_backend": "static, or c10d: nodes without --node_rank are numbered as they arrive.",
+    "rdzv_id": "Name of the run, the same on every node; used without --node_rank.",
     "tee": "Same as --log_ranks all.",
     "redirects": "Accepted, has no effect: every rank has a log file.",
     "standalone": "Run on this machine only.",
@@ -87,7 +89,7 @@ _TEXTS = (
     *("nnodes", "nproc_per_node", "rdzv_endpoint", "main_process_ip", "log_dir", "tee"),
     *("deepspeed_hostfile", "deepspeed_config_file", "gradient_accumulation_steps"),
     *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
-    *("role", "rdzv_conf", "local_addr", "local_ranks_filter"),
+    *("role", "rdzv_id", "rdzv_conf", "local_addr", "local_ranks_filter"),
     *_FSDP,
 )
 _SWITCHES = (
@@ -102,8 +104,8 @@ _VARIABLES = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
 """Flag -> the variable in which accelerate looks for it."""
-_WITHOUT_EFFECT = ("--rdzv_id", "--monitor_interval", "--start_method")
-"""With a value: a run has its own id, workers are watched all the time, and are processes in any case."""
+_WITHOUT_EFFECT = ("--monitor_interval", "--start_method")
+"""With a value: workers are watched all the time, and are processes in any case."""
 _IN_THE_CONFIG = "put it into the config file: --deepspeed_config_file"
 _TIMEOUTS = ("timeout", "join_timeout")
 """Keys of --rdzv_conf for how long nodes wait for each other: of the static rendezvous, and of the others."""
@@ -242,6 +244,7 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     out["virtual_local_rank"] = bool(flags["virtual_local_rank"])
     teed = _streams("tee", flags["tee"])
     _streams("redirects", flags["redirects"])  # the logs have everything in any case
+    out["arrival"] = None
     out["local_ranks"] = _local_ranks(flags["local_ranks_filter"], out["log_ranks"])
     if out["log_ranks"] is None and teed:
         out["log_ranks"] = "all"
@@ -258,12 +261,27 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     _take_rendezvous_conf(out, flags["rdzv_conf"])
     here = around()
     _take_launcher(out, flags["deepspeed_multinode_launcher"])
-    _take_nodes(out, here, standalone=bool(flags["standalone"]))
+    by_arrival = flags["rdzv_backend"] == "c10d" and flags["rdzv_endpoint"] is not None
+    arrives = _take_nodes(out, here, standalone=bool(flags["standalone"]), by_arrival=by_arrival)
     _take_local_address(out, here, flags["local_addr"])
     _take_workers(out, here, flags["nproc_per_node"], flags["num_processes"])
     out["no_local_rank"] = True  # neither torchrun nor accelerate passes it
     _take_variables(out, flags)
+    if arrives:
+        _take_arrival(out, here, given["rdzv_id"] or "")
     return out
+
+
+def _take_arrival(out: dict[str, Any], here: Surroundings, run: str) -> None:
+    """Say where the nodes meet that number themselves, and how long they wait for each other."""
+    host, port = out["master_addr"], out["master_port"] or DEFAULT_PORT
+    is_own = bool(here.interface_of(host))
+    out["arrival"] = Arrival(host, port, is_own, out["num_nodes"], out["num_gpus"], run)
+    out["master_port"] = port
+    if out["dry_run"]:
+        out["notes"].append("this is the part of node 0: nodes are numbered as they arrive")
+    if out["connect_timeout"] == _UNSET["connect_timeout"]:
+        out["connect_timeout"] = USUAL_LIMIT_S
 
 
 def _take(out: dict[str, Any], option: str, value: Any, said: str) -> None:
@@ -364,7 +382,11 @@ def _endpoint(said: str, text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3] or 0)
 
 
-def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) -> None:
+def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by_arrival: bool) -> bool:
+    """Take the nodes and the number of this one. Return whether nodes are numbered as they arrive, which
+    `by_arrival` allows.
+    """
+    arrives = False
     nodes, rank, hostfile = out["num_nodes"], out["node_rank"], out["hostfile"]
     if standalone:
         if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
@@ -378,10 +400,12 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) ->
         if nodes not in (None, here.step_nodes):
             raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")
         nodes = None
+    elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts and by_arrival:
+        rank, arrives = 0, True  # it is 0 until all have come
     elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts:
         raise click.UsageError(
-            f"--nnodes {nodes}: start each node with --node_rank R and --master_addr or "
-            "--rdzv_endpoint, or list all hosts with --hostfile"
+            f"--nnodes {nodes}: on every node add --rdzv_backend c10d --rdzv_endpoint HOST:PORT, or "
+            "--node_rank R with --master_addr HOST, or list all hosts with --hostfile"
         )
     if rank is not None and hostfile is None:
         if nodes is None:
@@ -391,6 +415,7 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool) ->
                 f"--node_rank {rank}: give node 0's address with --master_addr or --rdzv_endpoint HOST:PORT"
             )
     out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
+    return arrives
 
 
 def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import Surroundings, take_flags
+from zlaunch.launchers.arrival import Arrival
 
 
 def interface_of(address: str) -> str:
@@ -165,6 +166,23 @@ def test_accelerates_options_of_fsdp_are_all_known() -> None:
     assert {name for name in theirs if name.startswith(("--fsdp", "--use_fsdp"))} <= ours
 
 
+@pytest.mark.parametrize(
+    ("text", "port", "is_own", "run", "limit_s"),
+    [
+        ("--rdzv_endpoint 10.0.0.5:29500 --rdzv_id 7 --nproc_per_node 3", 29500, True, "7", 600.0),
+        ("--rdzv_endpoint n1 --num_gpus 3 --rdzv_conf join_timeout=900", 29400, False, "", 900.0),
+    ],
+)
+def test_nodes_that_number_themselves(text: str, port: int, is_own: bool, run: str, limit_s: float) -> None:
+    found = settled(f"--nnodes 2 --rdzv_backend c10d {text}")
+    host = found["master_addr"]
+    assert found["arrival"] == Arrival(host, port, is_own, nodes=2, workers=3, run=run)
+    assert (found["node_rank"], found["no_ssh"], found["master_port"]) == (0, True, port)
+    assert found["connect_timeout"] == limit_s
+    assert "arrival" not in settled(f"--nnodes 2 --node_rank 1 --rdzv_backend c10d {text}")
+    assert "arrival" not in settled(f"--nnodes 2 --rdzv_backend c10d {text}", STEP)
+
+
 def test_an_address_of_version_6() -> None:
     found = settled("--nnodes 2 --node_rank 0 --rdzv_endpoint [fe80::1]:29500")
     assert (found["master_addr"], found["master_port"]) == ("fe80::1", 29500)
@@ -207,8 +225,8 @@ def test_without_them_nothing_changes() -> None:
         ("--nnodes 1:4", HERE, "--nnodes 1:4: the number of nodes is fixed"),
         ("--nnodes many", HERE, "--nnodes many: expected a number of nodes"),
         ("--nnodes 0", HERE, "--nnodes 0: expected a number of nodes"),
-        ("--nnodes 2", HERE, "--rdzv_endpoint, or list all hosts with --hostfile"),
-        ("--nnodes 2 --rdzv_endpoint n1:1", HERE, "--node_rank R"),
+        ("--nnodes 2", HERE, "--node_rank R with --master_addr HOST, or list all hosts with --hostfile"),
+        ("--nnodes 2 --rdzv_endpoint n1:1", HERE, "add --rdzv_backend c10d --rdzv_endpoint HOST:PORT"),
         ("--nnodes 3", STEP, "--nnodes 3: srun has started this on 2 node(s)"),
         ("--nnodes 2 --node_rank 0", HERE, "give node 0's address with --master_addr"),
         ("--machine_rank 1", HERE, "give the number of nodes with --nnodes N"),

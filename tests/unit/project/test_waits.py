@@ -26,6 +26,7 @@ ENDS = {
     ("preload.py", "connection.recv"): "the agent's end is the end of the file, and PDEATHSIG",
     ("preload.py", "self.connection.recv"): "MSG_DONTWAIT",
     ("network.py", "connection.recv"): "the socket has a timeout",
+    ("arrival.py", "connection.recv"): "the socket has a timeout",
     ("descriptors.py", "self._selector.select"): "given in seconds",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
     ("uplink.py", "select.select"): "given in seconds",

@@ -1,0 +1,102 @@
+"""Test that nodes number themselves in the order in which they arrive."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tests.limits import LIMIT_S, wait_until
+from zlaunch.errors import LaunchError
+from zlaunch.launchers.arrival import Arrival
+
+
+@pytest.fixture
+def at() -> Arrival:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Arrival("127.0.0.1", port, is_own=True, nodes=3, workers=2, run="7")
+
+
+class Nodes:
+    """Starts nodes in threads and keeps what they say."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+        self.said: list[str] = []
+
+    def start(self, arrival: Arrival, limit_s: float = LIMIT_S) -> Future[int]:
+        return self.pool.submit(arrival.number, limit_s, self.said.append)
+
+    def await_words(self, words: str) -> None:
+        wait_until(lambda: any(words in each for each in self.said), lambda: f"{words} in {self.said}")
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    return Nodes(ThreadPoolExecutor(max_workers=8))
+
+
+def test_the_node_with_the_address_is_0_and_each_other_has_a_number(at: Arrival, nodes: Nodes) -> None:
+    others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]  # they come first
+    first = nodes.start(at)
+    assert first.result(LIMIT_S) == 0
+    assert sorted(other.result(LIMIT_S) for other in others) == [1, 2]
+    with socket.create_server(("127.0.0.1", at.port)):
+        pass  # the port is free for the workers' rendezvous
+
+
+def test_two_nodes_of_one_machine(at: Arrival, nodes: Nodes) -> None:
+    """Both have the address; the second one finds the port taken."""
+    found = [nodes.start(replace(at, nodes=2)) for _ in range(2)]
+    assert sorted(each.result(LIMIT_S) for each in found) == [0, 1]
+
+
+def test_a_node_that_gives_up_is_not_counted(at: Arrival, nodes: Nodes) -> None:
+    first = nodes.start(at)
+    stranger = wait_until(lambda: connected(at.port), "node 0 listens")
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert stranger.recv(1) == b"", "it is no node"
+    stranger.close()
+    gone = wait_until(lambda: connected(at.port), "node 0 listens")
+    gone.sendall(json.dumps({"nodes": 3, "workers": 2, "run": "7"}).encode() + b"\n")
+    nodes.await_words("2 of 3 nodes are at")
+    gone.close()
+    others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]
+    assert first.result(LIMIT_S) == 0 and sorted(each.result(LIMIT_S) for each in others) == [1, 2]
+
+
+def connected(port: int) -> socket.socket | None:
+    try:
+        return socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+    except OSError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("other", "answer"),
+    [
+        ({"workers": 4}, "node 0 runs with --nproc_per_node 2; use the same on every node"),
+        ({"run": "8", "nodes": 2}, "node 0 runs with --nnodes 3, --rdzv_id 7"),
+    ],
+)
+def test_a_node_that_runs_something_else_is_refused(
+    at: Arrival, nodes: Nodes, other: dict[str, object], answer: str
+) -> None:
+    first = nodes.start(at)
+    with pytest.raises(LaunchError, match=answer):
+        nodes.start(replace(at, is_own=False, **other)).result(LIMIT_S)  # type: ignore[arg-type]
+    assert not first.done()
+    others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]
+    assert first.result(LIMIT_S) == 0 and sorted(each.result(LIMIT_S) for each in others) == [1, 2]
+
+
+def test_nodes_that_do_not_come(at: Arrival, nodes: Nodes) -> None:
+    with pytest.raises(LaunchError, match=r"1 of 3 nodes came within 0.1 s; --rdzv_conf join_timeout"):
+        at.number(0.1, nodes.said.append)
+    with pytest.raises(LaunchError, match=r"not all 3 nodes came within 0.1 s, or no zlaunch runs there"):
+        replace(at, is_own=False).number(0.1, nodes.said.append)

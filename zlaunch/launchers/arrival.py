@@ -1,0 +1,169 @@
+"""Number the nodes of a run in the order in which they arrive, as torchrun's c10d rendezvous does.
+
+The same command runs on every node, and names an address of one of them. That node listens there and is
+node 0. The others connect, say what they run, and wait. When all have come, each hears its number. A
+connection that ends before that is a node that has given up.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zlaunch.errors import LaunchError
+from zlaunch.system.network import open_listener
+
+DEFAULT_PORT = 29400
+"""Where nodes meet without a port, as with torchrun."""
+USUAL_LIMIT_S = 600.0
+"""The time that torchrun waits for all nodes."""
+_LONGER = "--rdzv_conf join_timeout=SECONDS waits longer"
+_AGAIN_S = 0.3
+_LINE_BYTES = 4096
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Says where the nodes of a run meet, and what has to be the same on each."""
+
+    host: str
+    port: int
+    is_own: bool
+    """Tells whether the address is one of this machine."""
+    nodes: int
+    workers: int
+    """Counts the workers of each node."""
+    run: str
+    """The user's name of the run: --rdzv_id."""
+
+    def number(self, limit_s: float, say: Callable[[str], None]) -> int:
+        """Wait until all nodes have come and return the number of this one. Raises LaunchError."""
+        deadline = time.monotonic() + limit_s
+        listener = None
+        if self.is_own:
+            try:
+                listener = open_listener(self.port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:  # then another node on this machine may have it
+                    raise LaunchError(f"--rdzv_endpoint {self}: {error.strerror}") from None
+        if listener is None:
+            return self._join(deadline, limit_s, say)
+        return self._host(listener, deadline, limit_s, say)
+
+    def __str__(self) -> str:
+        """Return the address."""
+        return f"{self.host}:{self.port}"
+
+    def _hello(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name in ("nodes", "workers", "run")}
+
+    def _host(
+        self, listener: socket.socket, deadline: float, limit_s: float, say: Callable[[str], None]
+    ) -> int:
+        """Collect the other nodes and tell each its number."""
+        waiting: list[socket.socket] = []
+        with ExitStack() as opened:
+            poll = opened.enter_context(selectors.DefaultSelector())
+            opened.enter_context(listener)
+            poll.register(listener, selectors.EVENT_READ)
+            say(f"waiting for all {self.nodes} nodes at {self}")
+            while len(waiting) < self.nodes - 1:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LaunchError(
+                        f"--rdzv_endpoint {self}: {len(waiting) + 1} of {self.nodes} nodes came within "
+                        f"{limit_s:g} s; {_LONGER}"
+                    )
+                for key, _ in poll.select(timeout=left):
+                    if len(waiting) == self.nodes - 1:
+                        break  # there is no number for one more
+                    if key.fileobj is listener:
+                        with suppress(OSError):
+                            connection = opened.enter_context(listener.accept()[0])
+                            poll.register(connection, selectors.EVENT_READ)
+                            # a stranger that says nothing must not keep the others waiting
+                            connection.settimeout(_FAREWELL_S)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    if key.fileobj not in waiting and self._greets(key.fileobj):
+                        waiting.append(key.fileobj)
+                        say(f"{len(waiting) + 1} of {self.nodes} nodes are at {self}")
+                        continue
+                    if key.fileobj in waiting:  # it has hung up
+                        waiting.remove(key.fileobj)
+                    poll.unregister(key.fileobj)
+                    key.fileobj.close()
+            listener.close()  # its port is the rendezvous of the workers
+            for index, connection in enumerate(waiting, start=1):
+                with suppress(OSError):
+                    _send(connection, {"rank": index})
+            for connection in waiting:  # the end that closes first keeps the port for a while: not this one
+                with suppress(OSError):
+                    connection.recv(1)
+        return 0
+
+    def _greets(self, connection: socket.socket) -> bool:
+        """Read what a node says, and refuse one that runs something else. Return whether it stays."""
+        theirs = _receive(connection)
+        if theirs is None:
+            return False
+        different = {name for name, value in self._hello().items() if theirs.get(name) != value}
+        if different:
+            ours = ", ".join(f"{_FLAGS[name]} {self._hello()[name]}" for name in _FLAGS if name in different)
+            with suppress(OSError):
+                _send(connection, {"error": f"node 0 runs with {ours}"})
+        return not different
+
+    def _join(self, deadline: float, limit_s: float, say: Callable[[str], None]) -> int:
+        """Connect to node 0, again and again until it is there, and wait for the number."""
+        said = False
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                with socket.create_connection((self.host, self.port), timeout=min(left, 10.0)) as connection:
+                    _send(connection, self._hello())
+                    if not said:
+                        say(f"waiting for all {self.nodes} nodes at {self}")
+                        said = True
+                    connection.settimeout(left)
+                    answer = _receive(connection)
+            except OSError:
+                answer = None
+            if answer is not None and "error" in answer:
+                raise LaunchError(f"--rdzv_endpoint {self}: {answer['error']}; use the same on every node")
+            if answer is not None and type(answer.get("rank")) is int:
+                return int(answer["rank"])
+            time.sleep(_AGAIN_S)
+        raise LaunchError(
+            f"--rdzv_endpoint {self}: not all {self.nodes} nodes came within {limit_s:g} s, or no zlaunch "
+            f"runs there; {_LONGER}"
+        )
+
+
+_FLAGS = {"nodes": "--nnodes", "workers": "--nproc_per_node", "run": "--rdzv_id"}
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any] | None:
+    """Read one line; None where it is none of ours."""
+    data = b""
+    try:
+        while not data.endswith(b"\n") and len(data) < _LINE_BYTES:
+            chunk = connection.recv(_LINE_BYTES - len(data))
+            if not chunk:
+                return None
+            data += chunk
+        message = json.loads(data)
+    except (OSError, ValueError):
+        return None
+    return message if isinstance(message, dict) else None
