@@ -100,6 +100,7 @@ def _is_number(text: str) -> bool:
     type=click.Choice(["fits"], case_sensitive=False),
     help="Print the config of the fastest choice that fits, with reasons.",
 )
+@click.option("--trainer", is_flag=True, help="With --for fits: a config for the Hugging Face Trainer.")
 @with_options(SPEEDS)
 @click.option("--plot", metavar="FILE", help="Draw the memory per GPU to FILE, such as memory.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
@@ -127,6 +128,7 @@ def estimate(
     master_weights: str,
     step_in_backward: bool,
     goal: str | None,
+    trainer: bool,
     simulate: bool,
     measured: tuple[str, ...],
     plot: str | None,
@@ -161,6 +163,8 @@ def estimate(
         raise click.UsageError("--for fits needs --gpu_mem")
     if goal and (simulate or plot):
         raise click.UsageError("--for fits only prints a config: remove --simulate and --plot")
+    if trainer and not goal:
+        raise click.UsageError("--trainer needs --for fits, which prints a config")
     if step_in_backward and dtype.startswith("fp16"):
         raise click.UsageError(
             "--step_in_backward cannot be combined with fp16, whose steps may have to be skipped"
@@ -194,6 +198,7 @@ def estimate(
     from zlaunch.runtime.memory.axes import of_one_rank
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
+    from zlaunch.runtime.memory.trainer_config import as_command_line, trainer_config
     from zlaunch.runtime.step_time.operations import work_of_module
     from zlaunch.runtime.step_time.simulate import step_time, work_of_numbers
 
@@ -286,7 +291,12 @@ def estimate(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
                 f"use more GPUs, a smaller --micro_batch or --seq{also}"
             )
-        click.echo(choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept))
+        text = choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept)
+        if trainer:
+            text, arguments = trainer_config(text, machines.world_size)
+            needed = f"--deepspeed FILE {as_command_line(arguments)}"
+            click.echo(f"zlaunch estimate: the Trainer's arguments for this config: {needed}", err=True)
+        click.echo(text)
         return
     batch = f"--input {shape}" if model is not None else f"{micro_batch} x {seq:,} tokens"
     together = tensor * sequence * pipeline

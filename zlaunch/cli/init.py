@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from zlaunch.cli.commands import SETTINGS, Command, count_option, option
 from zlaunch.cli.estimate import number
 from zlaunch.cli.model_shape import VOCAB, usual_shape
 from zlaunch.cli.submit import choose_queue
+from zlaunch.cli.trainer_use import trainer_use
 from zlaunch.errors import LaunchError
 
 _SHAPE = re.compile(r"(?:(\d{1,5})x)?(\d{1,5})")
@@ -33,6 +35,11 @@ _SCHEMA = "zlaunch.schema.json"
 @click.option("--partition", metavar="NAME", help="SLURM partition.")
 @click.option("--time", metavar="TIME", help="SLURM time limit, such as 24:00:00.")
 @click.option("--config", default="ds.json", show_default=True, metavar="FILE", help="Config to write.")
+@click.option(
+    "--trainer/--no_trainer",
+    default=None,
+    help="Write a config for the Hugging Face Trainer.  [default: if the script imports a Trainer]",
+)
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 def init(
     script: str | None,
@@ -45,14 +52,19 @@ def init(
     partition: str | None,
     time: str | None,
     config: str,
+    trainer: bool | None,
     force: bool,
 ) -> None:
     """Write a first config and, where SLURM is used, a batch file.
 
     It asks for values that no option gives. It picks the fastest stage, offload and activation checkpointing
     that fit and the largest micro-batch that fits with them, as `zlaunch estimate` does.
+
+    For the Hugging Face Trainer, it writes plain JSON with "auto" for what TrainingArguments set, and prints
+    those arguments.
     """
     from zlaunch.runtime.config import json_schema
+    from zlaunch.runtime.memory.trainer_config import as_command_line, as_keywords, trainer_config
     from zlaunch.system.devices import discover
 
     batch_file = f"{Path(config).stem}.sbatch" if _has_slurm(partition, time) else None
@@ -77,6 +89,21 @@ def init(
             f"{batch} samples are not a multiple of {world} GPUs: use {below} or {below + world}"
         )
     text, said = _config(numel, nodes, count, gpu_mem, seq, batch)
+    text = text.replace("{", f'{{\n  "$schema": "./{_SCHEMA}",', 1)
+    uses = trainer_use(script)
+    if trainer is None and uses is not None:
+        said += f"; for the Trainer that {script} imports (--no_trainer: for your own loop)"
+        trainer = True
+    script_args: tuple[str, ...] = ("--config", config)
+    keywords = ""
+    if trainer:
+        text, arguments = trainer_config(text, world)
+        if uses is None or uses.parses_arguments:
+            script_args = ("--deepspeed", config, *as_command_line(arguments).split())
+        else:
+            script_args = ()
+            keywords = as_keywords({"deepspeed": config, **arguments})
+    command_line = shlex.join((script, *script_args))
     job = batch_script = None
     if batch_file is not None:
         from zlaunch.cli.slurm import warn_of_one_core, with_cores
@@ -84,7 +111,7 @@ def init(
 
         batch_script = BatchScript(
             script=script,
-            script_args=("--config", config),
+            script_args=script_args,
             nodes=nodes,
             gpus_per_node=count,
             partition=partition,
@@ -93,20 +120,22 @@ def init(
         )
         batch_script = with_cores(batch_script)
         job = render(batch_script)
-    _write(config, text.replace("{", f'{{\n  "$schema": "./{_SCHEMA}",', 1))
+    _write(config, text)
     _write(os.path.join(os.path.dirname(config), _SCHEMA), json.dumps(json_schema()))
     click.echo(f"{config}: {said}")
     click.echo(f"{_SCHEMA}: lets editors such as VS Code check and complete {os.path.basename(config)}")
     if not os.path.isfile(script):
         click.echo(f"{script}: does not exist yet; the README has an example")
-    command = f"zlaunch --num_gpus {count} {script} --config {config}"
+    if keywords:
+        click.echo(f"{script}: set TrainingArguments({keywords})")
+    command = f"zlaunch --num_gpus {count} {command_line}"
     if batch_file is not None and job is not None and batch_script is not None:
         _write(batch_file, job)
         click.echo(f"{batch_file}: {nodes} node{'s' * (nodes > 1)} with {count} GPU{'s' * (count > 1)} each")
         warn_of_one_core(batch_script)
         command = f"sbatch {batch_file}"
     elif nodes > 1:
-        command = f"zlaunch --hostfile hosts --num_gpus {count} {script} --config {config}"
+        command = f"zlaunch --hostfile hosts --num_gpus {count} {command_line}"
         click.echo(f"hosts: write one line for each of the {nodes} nodes: NAME slots={count}")
     click.echo(f"then: {command}")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from zlaunch.cli.main import main
+from zlaunch.runtime.config import load
 
 MODEL = """
 import torch
@@ -169,6 +170,7 @@ def test_no_picture_without_matplotlib(
     [
         ([], "pass MODEL, --hf_config or --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
+        (["--params", "1e9", "--trainer"], "--trainer needs --for fits, which prints a config"),
         (["model.py:Net", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
         ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
         (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
@@ -415,6 +417,29 @@ def test_other_optimizers_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
     fits = ["--for", "fits", "--gpu_mem", "24", "--optimizer", "Lion"]
     assert main(["estimate", *model, *fits]) == 0
     assert '"type": "Lion"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Lion", "Adagrad", "Muon", "SGD"])
+def test_a_config_for_the_trainer(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--params", "7B", "--num_gpus", "8", "--gpu_mem", "24", "--optimizer", optimizer]
+    assert main(["estimate", *given, "--micro_batch", "2", "--seq", "512", "--for", "fits", "--trainer"]) == 0
+    said = capsys.readouterr()
+    assert "--deepspeed FILE --per_device_train_batch_size 2 --bf16 true" in said.err
+    config = json.loads(said.out)
+    assert config["train_micro_batch_size_per_gpu"] == "auto" == config["optimizer"]["params"]["lr"]
+    (tmp_path / "ds.json").write_text(said.out)
+    assert load(tmp_path / "ds.json").config.optimizer is not None, "zlaunch takes all arguments"
+
+
+def test_a_config_for_the_trainer_keeps_axes_and_writes_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--params", "7B", "--num_gpus", "8", "--gpu_mem", "24", "--for", "fits", "--trainer"]
+    assert main(["estimate", *given, "--pipeline", "2"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["parallel"] == {"pipeline": 2}
+    assert "--gradient_accumulation_steps 2 --bf16 true" in said.err
+    assert main(["estimate", "--params", "70B", *given[2:], "--gpu_mem", "48"]) == 0
+    zero = json.loads(capsys.readouterr().out)["zero_optimization"]
+    assert zero["stage"] == 3 and zero["stage3_gather_16bit_weights_on_model_save"]
 
 
 def test_what_does_not_fit_is_told_what_would_make_it_smaller(capsys: pytest.CaptureFixture[str]) -> None:

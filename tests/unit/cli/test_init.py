@@ -112,3 +112,46 @@ def test_editors_find_the_schema_beside_the_config(capsys: pytest.CaptureFixture
     loaded = load("configs/a.json")
     assert not loaded.warnings and loaded.raw["$schema"] == "./zlaunch.schema.json"
     assert json.loads(Path("configs/zlaunch.schema.json").read_text()) == json_schema()
+
+
+FLAGS = "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --bf16 true"
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "then"),
+    [
+        ("from transformers import HfArgumentParser, Trainer", (), f"train.py --deepspeed ds.json {FLAGS}"),
+        ("import transformers\ntransformers.Trainer()", (), "train.py"),
+        ("from trl import SFTTrainer, TrlParser", (), f"train.py --deepspeed ds.json {FLAGS}"),
+        ("import torch", ("--trainer",), f"train.py --deepspeed ds.json {FLAGS}"),
+        ("from transformers import Trainer", ("--no-trainer",), "train.py --config ds.json"),
+        ("from transformers import AutoModel", (), "train.py --config ds.json"),
+        ("from transformers import Trainer(", (), "train.py --config ds.json"),
+    ],
+)
+def test_the_trainer_gets_a_config_that_it_fills_in(
+    source: str, more: tuple[str, ...], then: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text(source)
+    assert main(["init", *words(), *more]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"then: zlaunch --hostfile hosts --num_gpus 8 {then}\n")
+    text = Path("ds.json").read_text()
+    if "--config" in then:
+        assert "//" in text and '"auto"' not in text
+        return
+    config = json.loads(text)  # accelerate reads no comments
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert {config[key] for key in keys} == {"auto"} and "train_batch_size" not in config
+    assert set(config["optimizer"]["params"].values()) == {"auto"}
+    assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
+    assert config["zero_optimization"] == {"stage": 1} and not load("ds.json").dropped
+    in_code = 'deepspeed="ds.json", per_device_train_batch_size=2, gradient_accumulation_steps=8, bf16=True'
+    assert (f"train.py: set TrainingArguments({in_code})" in out) is (then == "train.py")
+
+
+def test_the_batch_file_of_a_trainer_has_its_arguments() -> None:
+    Path("train.py").write_text("from transformers import HfArgumentParser, Trainer")
+    assert main(["init", *words(), "--partition", "gpu", "--time", "10"]) == 0
+    last = Path("ds.sbatch").read_text().splitlines()[-1]
+    assert last == f"exec zlaunch train.py --deepspeed ds.json {FLAGS}"

@@ -1,0 +1,35 @@
+"""Finds in a script's source whether it trains with a Trainer of Hugging Face."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGES = ("transformers", "trl")
+_PARSERS = ("HfArgumentParser", "TrlParser")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerUse:
+    """Describes a script that imports a Trainer."""
+
+    parses_arguments: bool
+    """Whether TrainingArguments come from the command line."""
+
+
+def trainer_use(script: str) -> TrainerUse | None:
+    """Return how `script` uses a Trainer; None if it imports none, or cannot be read as Python."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _PACKAGES:
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in _PACKAGES:
+            names.add(node.attr)
+    if not any(name.endswith("Trainer") for name in names):
+        return None
+    return TrainerUse(parses_arguments=not names.isdisjoint(_PARSERS))
