@@ -7,19 +7,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from zlaunch.cli.commands import SETTINGS
 
-if TYPE_CHECKING:
-    from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
-
 _TAG = click.option(
     "-t",
     "--tag",
-    help='Checkpoint to use; "auto" is the newest undamaged one.  [default: the one in `latest`]',
+    help='Checkpoint to use; "auto" is the newest undamaged one.  [default: the one in `latest`; in the '
+    "output_dir of a Hugging Face Trainer, the newest checkpoint-N]",
 )
 
 
@@ -40,20 +38,6 @@ def _as_usage_error() -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise click.UsageError(f"{where}{error.strerror or error}") from None
-
-
-def _open(folder: str, tag: str | None) -> Checkpoint:
-    from zlaunch.runtime.checkpoint.format.manifest import LATEST, Checkpoint, candidates, find
-    from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
-
-    path = find(folder, tag)
-    if path is None:
-        others = [other.name for other in candidates(Path(folder))]
-        advice = f"; --tag takes one of {', '.join(others[:5])}" if others else ""
-        if tag == "auto":
-            raise CheckpointError(f"{folder}: has no complete checkpoint")
-        raise CheckpointError(f"{folder}: no checkpoint found (no file {LATEST!r}){advice}")
-    return Checkpoint(path)
 
 
 def _size(nbytes: int) -> str:
@@ -94,14 +78,17 @@ def _summary(folder: Path) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def list_(folder: str, as_json: bool) -> None:
     """List the checkpoints in FOLDER, newest first."""
-    from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates
+    from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates, of_trainer
 
     path = Path(folder)
     if not path.is_dir():
         raise click.UsageError(f"{folder}: no such folder")
     with _as_usage_error():
-        found = [_summary(each) for each in candidates(path)]
+        inner = of_trainer(path)
+        found = [{**_summary(each), "tag": name} for name, each in inner.items()]
+        found += [_summary(each) for each in candidates(path)]
         latest = (path / LATEST).read_text(encoding="utf-8").strip() if (path / LATEST).is_file() else None
+        latest = next(iter(inner), latest)
     for each in found:
         each["latest"] = each["tag"] == latest
     if as_json:
@@ -135,8 +122,10 @@ def list_(folder: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(folder: str, tag: str | None, as_json: bool) -> None:
     """Show the parameters and optimizer states of a checkpoint."""
+    from zlaunch.runtime.checkpoint.format.manifest import open_checkpoint
+
     with _as_usage_error():
-        opened = _open(folder, tag)
+        opened = open_checkpoint(folder, tag)
     manifest = opened.manifest
     rows = [
         {
@@ -179,15 +168,15 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
 @click.option("-a", "--all", "everything", is_flag=True, help="Verify all checkpoints in FOLDER.")
 def verify(folder: str, tag: str | None, everything: bool) -> int:
     """Compare a checkpoint with its checksums. Exit code 1 means damage."""
-    from zlaunch.runtime.checkpoint.format.manifest import candidates, verified
+    from zlaunch.runtime.checkpoint.format.manifest import candidates, of_trainer, open_checkpoint, verified
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
-    paths = candidates(Path(folder)) if everything else []
+    paths = [*of_trainer(Path(folder)).values(), *candidates(Path(folder))] if everything else []
     if everything and not paths:
         raise click.UsageError(f"{folder}: no checkpoints")
     if not everything:
         with _as_usage_error():
-            paths = [_open(folder, tag).folder]
+            paths = [open_checkpoint(folder, tag).folder]
     damaged = 0
     for path in paths:
         try:
@@ -247,9 +236,10 @@ def export(
         parse_size,
     )
     from zlaunch.runtime.checkpoint.export.full_weights import export as write
+    from zlaunch.runtime.checkpoint.format.manifest import open_checkpoint
 
     with _as_usage_error():
-        opened = _open(folder, tag)
+        opened = open_checkpoint(folder, tag)
         if kind == "dcp":
             if exclude_frozen_parameters:
                 raise ValueError(
@@ -275,7 +265,7 @@ def export(
             kind=kind,
             exclude_frozen=exclude_frozen_parameters,
         )
-        written += copy_companions(beside, out, replace=like is not None)
+        written += copy_companions(beside, out, replace=like is not None, dtype=PRECISIONS[dtype])
     for path in written:
         click.echo(str(path))
     replaced = sum(Path(path) in before for path in written)

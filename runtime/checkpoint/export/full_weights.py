@@ -15,11 +15,12 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..format.manifest import LATEST, Checkpoint, find
+from ..format.manifest import Checkpoint, open_checkpoint
 from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, header_of, memory_of, replacing
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,9 +124,11 @@ def _is_hugging_face(config: Path) -> bool:
         return False
 
 
-def copy_companions(found: Sequence[Path], out: str | os.PathLike[str], *, replace: bool) -> list[Path]:
+def copy_companions(
+    found: Sequence[Path], out: str | os.PathLike[str], *, replace: bool, dtype: torch.dtype
+) -> list[Path]:
     """Copy files to the folder ``out`` and return the copies; others of these names stay, unless
-    ``replace``. Raises OSError.
+    ``replace``. The config.json there gets the ``dtype`` of the weights. Raises OSError.
     """
     copies = []
     for path in found:
@@ -135,7 +138,26 @@ def copy_companions(found: Sequence[Path], out: str | os.PathLike[str], *, repla
         with replacing(copy) as temporary:
             shutil.copyfile(path, temporary)
         copies.append(copy)
+    config = Path(out) / "config.json"
+    if _is_hugging_face(config):
+        content = json.loads(config.read_text(encoding="utf-8"))
+        if _name_dtype(content, str(dtype).removeprefix("torch.")):
+            with replacing(config) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            copies += [config] if config not in copies else []
     return copies
+
+
+def _name_dtype(config: dict[str, Any], name: str) -> bool:
+    """Set the dtype of a model, also of its parts such as ``text_config``; tell whether any has changed."""
+    changed = False
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and value != name:
+            config[key] = name
+            changed = True
+        elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            changed = _name_dtype(value, name) or changed
+    return changed
 
 
 _Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -208,15 +230,6 @@ def parse_size(text: str) -> int:
 # -- DeepSpeed's names for it
 
 
-def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Checkpoint:
-    if not os.path.exists(checkpoint_dir):
-        raise CheckpointError(f"{checkpoint_dir}: no such folder")
-    path = find(checkpoint_dir, tag)
-    if path is None:
-        raise CheckpointError(f"{checkpoint_dir}: no checkpoint found (no file {LATEST!r})")
-    return Checkpoint(path)
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
@@ -227,7 +240,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     ``lazy_mode`` is accepted. For a model larger than memory use :func:`export`. Raises CheckpointError.
     """
-    checkpoint = _open(checkpoint_dir, tag)
+    checkpoint = open_checkpoint(checkpoint_dir, tag)
     state: dict[str, Tensor] = {}
     for name, dtype, shape in checkpoint.weights(exclude_frozen=exclude_frozen_parameters):
         state[name] = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
@@ -272,7 +285,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Export as :func:`export` does, in fp32. Raises CheckpointError, OSError, ValueError."""
     limit = parse_size(str(max_shard_size)) if max_shard_size is not None else sys.maxsize
     export(
-        _open(checkpoint_dir, tag),
+        open_checkpoint(checkpoint_dir, tag),
         output_dir,
         max_shard_bytes=limit,
         kind="safetensors" if safe_serialization else "bin",
@@ -297,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-d", "--debug", action="store_true", help="accepted, no effect")
     args = parser.parse_args(arguments)
     try:
-        checkpoint = _open(args.checkpoint_dir, args.tag)
+        checkpoint = open_checkpoint(args.checkpoint_dir, args.tag)
         beside = companions(checkpoint, args.like)
         written = export(
             checkpoint,
@@ -307,7 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kind="safetensors" if args.safe_serialization else args.format,
             exclude_frozen=args.exclude_frozen_parameters,
         )
-        written += copy_companions(beside, args.output_dir, replace=args.like is not None)
+        written += copy_companions(
+            beside, args.output_dir, replace=args.like is not None, dtype=PRECISIONS[args.dtype]
+        )
     except (CheckpointError, OSError, ValueError) as error:
         print(f"zero_to_fp32: error: {error}", file=sys.stderr)
         return 1

@@ -31,6 +31,8 @@ VERSION_WITH_PARTS = 2
 MANIFEST, LATEST, WHOLE = "manifest.json", "latest", "whole.safetensors"
 VALUE = "value"
 """The kind of a slice that holds a parameter's (fp32) value; other kinds are states of the optimizer."""
+TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+"""Is how a Hugging Face Trainer names the folders in its output_dir: with the step."""
 _ROWS_NUMEL = 1 << 22
 _OPEN_FILES = 64
 """The most files kept open: a checkpoint of many ranks has many."""
@@ -244,6 +246,18 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
+def of_trainer(folder: Path) -> dict[str, Path]:
+    """Return the checkpoints in a Trainer's output_dir by the names of their ``checkpoint-N``, the largest N
+    first. Empty for a folder that has checkpoints itself.
+    """
+    if (folder / LATEST).exists() or (folder / MANIFEST).exists() or candidates(folder):
+        return {}
+    numbered = ((TRAINER_FOLDER.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
+    found = [(int(name[1]), path) for name, path in numbered if name is not None]
+    inner = {path.name: candidates(path) for _, path in sorted(found, reverse=True)}
+    return {name: paths[0] for name, paths in inner.items() if paths}
+
+
 def looks_whole(path: Path) -> bool:
     """Tell whether the manifest is good and all files have their sizes; their content is not read."""
     try:
@@ -304,9 +318,12 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
             if (folder / MANIFEST).exists():
                 return folder
             if names := [path.name for path in candidates(folder)]:
+                warned = f'but no file {LATEST}, so none is loaded: pass tag="{names[0]}", or tag="auto"'
+            elif names := list(of_trainer(folder)):
+                warned = f"each in its own folder, so none is loaded: pass {folder / names[0]}"
+            if names:
                 print(
-                    f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), but no file "
-                    f'{LATEST}, so none is loaded: pass tag="{names[0]}", or tag="auto"',
+                    f"zlaunch: warning: {folder} has checkpoints ({', '.join(names[:3])}), {warned}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -324,3 +341,40 @@ def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
     if not tag or not path.is_dir():
         raise CheckpointError(f"{folder}: has no checkpoint {tag!r}{advice(folder)}")
     return path
+
+
+def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
+    """Open the checkpoint that ``tag`` means, as :func:`find`. In the output_dir of a Hugging Face Trainer,
+    ``tag`` is the name of a ``checkpoint-N``; None takes the newest one and prints which. Raises
+    CheckpointError.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder")
+    if inner := of_trainer(folder):
+        return Checkpoint(inner[_choose_of_trainer(folder, inner, tag)])
+    path = find(folder, tag)
+    if path is None and tag == "auto":
+        raise CheckpointError(f"{folder}: has no complete checkpoint")
+    if path is None:
+        names = [other.name for other in candidates(folder)]
+        advised = f"; --tag takes one of {', '.join(names[:5])}" if names else ""
+        raise CheckpointError(f"{folder}: no checkpoint found (no file {LATEST!r}){advised}")
+    return Checkpoint(path)
+
+
+def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None) -> str:
+    """Return the name of the ``checkpoint-N`` that ``tag`` means. Raises CheckpointError."""
+    names = list(inner)
+    if tag is None:
+        others = f"; others: {', '.join(names[1:6])}" if names[1:] else ""
+        print(f"zlaunch: {folder}: using {names[0]}{others}", file=sys.stderr, flush=True)
+        return names[0]
+    if tag == "auto":
+        for name in names:
+            if newest_whole(folder / name)[0] is not None:
+                return name
+        raise CheckpointError(f"{folder}: has no complete checkpoint")
+    if tag not in inner:
+        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}: use one of {', '.join(names[:5])}")
+    return tag

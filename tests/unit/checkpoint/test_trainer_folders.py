@@ -1,0 +1,78 @@
+"""Test that `zlaunch checkpoint` finds checkpoints in the output_dir of a Hugging Face Trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zlaunch
+from zlaunch.cli.main import main
+from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+
+CONFIG = {"model_type": "llama", "dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """Lay out three checkpoints as the Trainer does; the value of their weight is their step."""
+    for step in (2, 9, 10):
+        weights = tmp_path / "weights.bin"
+        torch.save({"weight": torch.full((3,), float(step), dtype=torch.bfloat16)}, weights)
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        write_foreign(read_foreign(str(weights)), str(folder), f"global_step{step}")
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "out" / "checkpoint-best").mkdir()
+    (tmp_path / "out" / "checkpoint-11").mkdir()  # a save of only the model
+    return tmp_path / "out"
+
+
+def test_all_are_listed_by_the_name_of_their_folder(
+    output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "ls", str(output_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["tag"], each["latest"]) for each in found] == [
+        ("checkpoint-10", True),
+        ("checkpoint-9", False),
+        ("checkpoint-2", False),
+    ]
+    assert main(["checkpoint", "verify", str(output_dir), "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 3
+
+
+def test_the_newest_is_taken_or_the_named_one(output_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "show", str(output_dir)]) == 0
+    said = capsys.readouterr()
+    assert f"{output_dir}: using checkpoint-10; others: checkpoint-9, checkpoint-2" in said.err
+    assert str(output_dir / "checkpoint-10" / "global_step10") in said.out
+    assert main(["checkpoint", "show", str(output_dir), "--tag", "checkpoint-2"]) == 0
+    said = capsys.readouterr()
+    assert "checkpoint-2/global_step2" in said.out and not said.err
+    assert main(["checkpoint", "show", str(output_dir), "--tag", "checkpoint-7"]) == 2
+    assert "has no checkpoint 'checkpoint-7': use one of checkpoint-10, " in capsys.readouterr().err
+    (output_dir / "checkpoint-10" / "global_step10" / "whole.safetensors").write_bytes(b"")
+    assert main(["checkpoint", "verify", str(output_dir), "--tag", "auto"]) == 0
+    assert "checkpoint-9/global_step9: whole" in capsys.readouterr().out
+    state = zlaunch.get_fp32_state_dict_from_zero_checkpoint(output_dir, "checkpoint-9")
+    assert state["weight"].tolist() == [9.0] * 3
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")])
+def test_the_exported_config_has_the_dtype_of_the_weights(output_dir: Path, dtype: str, name: str) -> None:
+    out = output_dir / "exported"
+    assert main(["checkpoint", "export", str(output_dir), str(out)]) == 0
+    assert main(["checkpoint", "export", str(output_dir), str(out), "--dtype", dtype]) == 0
+    expected = {"model_type": "llama", "dtype": name, "text_config": {"torch_dtype": name}}
+    assert json.loads((out / "config.json").read_text()) == expected
+    assert json.loads((output_dir / "checkpoint-10" / "config.json").read_text()) == CONFIG
+
+
+def test_a_folder_with_its_own_checkpoints_is_no_output_dir(
+    output_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (output_dir / "latest").write_text("gone")
+    assert main(["checkpoint", "show", str(output_dir)]) == 2
+    assert "has no checkpoint 'gone'" in capsys.readouterr().err
