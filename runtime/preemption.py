@@ -8,9 +8,12 @@ import glob
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 
-from .environment import read_environment
+from .checkpoint.trainer_checkpoints import newest_complete, output_dir_of
+from .environment import Environment, read_environment
+from .log import warn
 
 REQUEUE_EXIT_CODE = 75
 """Tells the launcher "start me again" (EX_TEMPFAIL): the exit code of a process that has saved and ended
@@ -45,10 +48,16 @@ def resume_dir(default: str | None = None) -> str | None:
     Under zlaunch: where this run had saved before it was restarted (``--max_restarts``), or before its SLURM
     job was requeued. ``default`` is for all other runs: a folder that is taken if it has a checkpoint.
 
+    With a Hugging Face Trainer, ``trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))``
+    resumes from the newest complete ``checkpoint-N``. Newer incomplete ones cause a warning.
+
     Raises:
         RuntimeError: This is a trial of a sweep, and ``default`` has a checkpoint of another trial.
     """
     environment = read_environment()
+    for place in (environment.resume_dir, default):
+        if place is not None and (output_dir := output_dir_of(Path(place).expanduser())) is not None:
+            return _of_trainer(output_dir, environment)
     if environment.resume_dir is not None or default is None:
         return environment.resume_dir
     folder = os.path.expanduser(default)
@@ -57,6 +66,16 @@ def resume_dir(default: str | None = None) -> str | None:
         return None
     _refuse_anothers(folder, environment.run_dir)
     return folder
+
+
+def _of_trainer(output_dir: Path, environment: Environment) -> str | None:
+    chosen, problems = newest_complete(output_dir)
+    for problem in problems if environment.rank == 0 else ():
+        warn(f"resume_dir: {problem}: using {'a new run' if chosen is None else chosen.name} instead")
+    if chosen is None:
+        return None
+    _refuse_anothers(str(chosen), environment.run_dir)
+    return str(chosen)
 
 
 def _refuse_anothers(folder: str, run_dir: str | None) -> None:

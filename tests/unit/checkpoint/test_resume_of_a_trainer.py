@@ -1,0 +1,109 @@
+"""Test that `zlaunch.resume_dir` returns the newest complete checkpoint of a Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import zlaunch
+from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+
+
+def lay_out(output_dir: Path, step: int, *, engine: bool = True) -> Path:
+    """Write a checkpoint's files as the Trainer of two ranks does."""
+    folder = output_dir / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    safetensors.torch.save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    torch.save({"lr": 0.1}, folder / "training_args.bin")
+    if engine:
+        write_foreign(read_foreign(str(folder / "model.safetensors")), str(folder), f"global_step{step}")
+    else:
+        torch.save({"state": {}}, folder / "optimizer.pt")
+    for rank in range(2):
+        torch.save({"cpu": torch.get_rng_state()}, folder / f"rng_state_{rank}.pth")
+    (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _outside_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ZLAUNCH_RESUME_DIR", "ZLAUNCH_RUN_DIR", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("engine", [True, False], ids=["under an engine", "without one"])
+def test_the_largest_step_is_taken(tmp_path: Path, engine: bool) -> None:
+    assert zlaunch.resume_dir(str(tmp_path / "out")) is None, "the first start"
+    for step in (9, 10, 2):
+        lay_out(tmp_path / "out", step, engine=engine)
+    assert zlaunch.resume_dir(str(tmp_path / "out")) == str(tmp_path / "out" / "checkpoint-10")
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-20])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for path in folder.glob(name):
+            path.unlink()
+
+    return remove
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without("trainer_state.json"), "no trainer_state.json"),
+        (cut("trainer_state.json"), "trainer_state.json: "),
+        (without("rng_state*"), "no rng_state: saved with save_only_model, or interrupted"),
+        (cut("rng_state_1.pth"), "rng_state_1.pth is cut off"),
+        (cut("model.safetensors"), "model.safetensors is cut off"),
+        (without("latest"), "no optimizer state, and no file latest"),
+        (cut("global_step10/whole.safetensors"), "checkpoint-10/global_step10 is damaged"),
+    ],
+)
+def test_an_incomplete_one_is_passed_over(
+    damage: Callable[[Path], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete = lay_out(tmp_path, 9)
+    damage(lay_out(tmp_path, 10))
+    assert zlaunch.resume_dir(str(tmp_path)) == str(complete)
+    warned = capsys.readouterr().out
+    assert f"checkpoint-10: is incomplete ({said}" in warned and "using checkpoint-9 instead" in warned
+    without("trainer_state.json")(complete)
+    assert zlaunch.resume_dir(str(tmp_path)) is None
+    assert "using a new run instead" in capsys.readouterr().out
+
+
+def test_a_restart_takes_a_complete_one_instead_of_where_the_engine_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = lay_out(tmp_path / "out", 9)
+    interrupted = lay_out(tmp_path / "out", 10)
+    monkeypatch.setenv("ZLAUNCH_RESUME_DIR", str(interrupted))
+    assert zlaunch.resume_dir() == zlaunch.resume_dir(str(tmp_path / "out")) == str(interrupted)
+    without("trainer_state.json")(interrupted)
+    assert zlaunch.resume_dir() == zlaunch.resume_dir(str(tmp_path / "out")) == str(complete)
+
+
+def test_a_loop_that_names_its_folders_likewise_is_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = lay_out(tmp_path, 10)
+    without("tr*")(folder)
+    monkeypatch.setenv("ZLAUNCH_RESUME_DIR", str(folder))
+    assert zlaunch.resume_dir(str(tmp_path)) == str(folder)
+
+
+def test_a_trial_of_a_sweep_does_not_resume_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path / "shared", 10)
+    (tmp_path / "sweep" / "001").mkdir(parents=True)
+    (tmp_path / "sweep" / "sweep.json").touch()
+    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / "sweep" / "001"))
+    with pytest.raises(RuntimeError, match="trial 001 of the sweep shares that folder"):
+        zlaunch.resume_dir(str(tmp_path / "shared"))
