@@ -290,7 +290,7 @@ class TrainingLoop(nn.Module):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self._sharded.loss_scaling.loss_is_scaled = False
-        self._note_loss(loss, passes)
+        self._note_loss(loss, passes, is_share=not scale_wrt_gas)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -300,14 +300,15 @@ class TrainingLoop(nn.Module):
         self._note_loss(loss, self._reducer.passes)
         return self._scaled(loss, True)
 
-    def _note_loss(self, loss: Tensor, passes: int) -> None:
+    def _note_loss(self, loss: Tensor, passes: int, *, is_share: bool = False) -> None:
         """Note the loss of a micro-batch before which the step had so many backward passes. Without any,
-        gradients of earlier ones have been dropped, and their losses are, too.
+        gradients of earlier ones have been dropped, and their losses are, too. ``is_share``: the caller has
+        divided it by the number of micro-batches, as the Trainer does.
         """
         if not passes:
             self._losses.clear()
         self.last_loss = loss.detach()
-        self._losses.note(loss)
+        self._losses.note(loss, is_share=is_share)
 
     def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
         self._sharded.loss_scaling.loss_is_scaled = True

@@ -30,6 +30,8 @@ class Reported:
         self.tokens_at: float | None = None
         self.has_total = False
         """The script says how many steps there will be."""
+        self.has_engine = False
+        """An engine reports its steps."""
 
 
 reported = Reported()
@@ -66,6 +68,15 @@ def report(**values: float | int | None) -> None:
             show(" ".join(words), sys.stderr)
         return
     announce("metrics", values=shown)
+
+
+def report_logged(values: Mapping[str, float]) -> None:
+    """Tell the launcher what a Trainer logs, and prints itself. With an engine, leave out what it reports."""
+    own = {"step", *([] if reported.has_engine else _SHOWN)}
+    reported.has_total = reported.has_total or values.get("steps", 0) > 0
+    kept = {name: value for name, value in values.items() if name in own or name not in _SHOWN}
+    if kept.keys() != {"step"}:
+        announce("metrics", values=kept, printed=False)
 
 
 def send_step(values: Mapping[str, float], *, printed: bool) -> None:

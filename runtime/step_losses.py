@@ -41,13 +41,15 @@ class StepLosses:
         none.
         """
 
-    def note(self, loss: Tensor) -> None:
-        """Add the loss of one micro-batch, if it is a single number."""
+    def note(self, loss: Tensor, *, is_share: bool = False) -> None:
+        """Add the loss of one micro-batch, if it is a single number. ``is_share``: the caller has divided it,
+        so that the losses of a step add up.
+        """
         if loss.numel() != 1:
             return
         value = loss.detach().reshape(()).double()
         self._sum = value if self._sum is None else self._sum + value
-        self._count += 1
+        self._count = 1 if is_share else self._count + 1
 
     def clear(self) -> None:
         """Forget the losses since the last step."""

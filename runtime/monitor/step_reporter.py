@@ -93,6 +93,7 @@ class StepReporter:
         steps there will be, where that is known.
         """
         self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
+        reported.has_engine = True
         self._costs = costs
         self._moved = {"moved_mb": costs.moved_bytes(), "disk_mb": costs.disk_bytes()}
         self._sees_use = on_gpu

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.helpers import ROOT, run
 from tests.limits import LIMIT_S
 from tests.ports import reserved_port
+from zlaunch.view.progress import RunProgress
 
 HERE = Path(__file__).parent
 SCENES = {
@@ -101,6 +102,63 @@ def test_the_example_trains_as_without_deepspeed(tmp_path: Path, configs: tuple[
         config="ds_offload.json",
     )
     assert resumed == curves["ds_offload.json"]
+
+
+RESTARTED = """
+import os, signal, torch, zlaunch
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        row = torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": row, "labels": row}
+
+class Die(TrainerCallback):
+    def on_save(self, args, state, control, **options):
+        if state.global_step == 4 and args.process_index == 0 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.unlink("trained/checkpoint-4/trainer_state.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = {
+    **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "zero_optimization": {"stage": 2},
+}
+set_seed(1)
+size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=100, num_key_value_heads=2, **size))
+args = TrainingArguments(
+    "trained", deepspeed=config, use_cpu=True, max_steps=6, save_steps=2, eval_strategy="steps", eval_steps=3,
+    logging_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, report_to="none",
+    lr_scheduler_type="constant", disable_tqdm=True)
+trainer = Trainer(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[Die()])
+found = zlaunch.resume_dir("trained")
+print("resumes from", found and os.path.basename(found), flush=True)
+trainer.train(resume_from_checkpoint=found)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_restart_resumes_and_evaluations_are_curves(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RESTARTED)
+    options = ("--num_gpus", "2", "--no_local_rank", "--max_restarts", "1", "--run_dir", "run")
+    launch = run(tmp_path, *options, "train.py")
+    assert "resumes from None" in launch.out and "resumes from checkpoint-2" in launch.out, launch.err[-3000:]
+    assert "checkpoint-4: is incomplete (no trainer_state.json): using checkpoint-2 instead" in launch.out
+    log = json.loads((tmp_path / "trained" / "checkpoint-6" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    progress = RunProgress().take_all(map(json.loads, lines))
+    assert (progress.step, progress.steps) == (6, 6), "a constant schedule does not say the steps"
+    evaluated = dict(progress.series["eval_loss"].shown())
+    assert evaluated == {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
+    last = next(entry["loss"] for entry in log[::-1] if "loss" in entry)
+    assert progress.series["loss"].shown()[-1] == (6, pytest.approx(last, rel=1e-5))
 
 
 @pytest.mark.exhaustive

@@ -177,6 +177,27 @@ def test_a_dropped_micro_batch_is_in_no_mean() -> None:
         assert shown == pytest.approx(sum(own) / 2, rel=1e-6)
 
 
+def _train_on_divided_losses() -> list[float]:
+    """Return the mean losses of two steps whose losses the script divides, and what they are."""
+    join()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2, 2))
+    found: list[float] = []
+    for _ in range(2):
+        losses = []
+        for tokens in batches(2, 4):
+            losses.append(loss_of(engine, tokens[engine.global_rank * 2 :][:2]))
+            engine.backward(losses[-1] / 2, scale_wrt_gas=False)
+            engine.step()
+        found += [float(engine.step_metrics()["train_loss"]), sum(loss.item() for loss in losses) / 2]
+    return found
+
+
+def test_the_loss_of_a_step_whose_micro_batches_the_script_divides() -> None:
+    ranks = run_workers(_train_on_divided_losses, 2)
+    for shown, *own in zip(*[ranks[0][::2], *(rank[1::2] for rank in ranks)], strict=True):
+        assert shown == pytest.approx(sum(own) / 2, rel=1e-6)
+
+
 def test_losses_that_share_some_bits_are_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
     for difference, count in ((2**-20, 0), (0.0, 1)):
         ranks = [StepLosses(torch.device("cpu"), rank=rank, world_size=2, samples=2) for rank in range(2)]

@@ -11,47 +11,21 @@ plugin the backend's name.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_MODULE = "accelerate.state"
+from zlaunch.node.import_watch import when_imported
 
 
 def watch() -> None:
     """Adapt accelerate now, or as soon as it is imported. Without effect in a run of one worker."""
-    if not _is_one_of_several():
-        return
-    if (loaded := sys.modules.get(_MODULE)) is not None:
-        _adapt(loaded)
-    else:
-        sys.meta_path.insert(0, _Watch())
+    if _is_one_of_several():
+        when_imported("accelerate.state", _adapt)
 
 
 def _is_one_of_several() -> bool:
     return int(os.environ.get("WORLD_SIZE") or 1) > 1 and "LOCAL_RANK" in os.environ
-
-
-class _Watch:
-    """Adapts the module when it is imported, and is gone then."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_adapt(module: ModuleType) -> None:
-                run(module)
-                _adapt(module)
-
-            spec.loader.exec_module = run_and_adapt  # type: ignore[method-assign]
-        return spec
 
 
 def _adapt(module: ModuleType) -> None:

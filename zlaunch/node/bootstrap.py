@@ -148,11 +148,19 @@ def _choose_deepspeed() -> None:
     install_as_asked(os.environ.get("ZLAUNCH_COMPAT") or "auto")
 
 
+def _watch_imports() -> None:
+    """Prepare for libraries that the script may import."""
+    from zlaunch.compat import trainer_metrics
+
+    accelerate_state.watch()
+    trainer_metrics.watch()
+
+
 def _run_module(args: list[str]) -> None:
     sys.argv = args
     _set_path(os.getcwd())
     _choose_deepspeed()
-    accelerate_state.watch()
+    _watch_imports()
     runpy.run_module(args[0], run_name="__main__", alter_sys=True)
 
 
@@ -161,7 +169,7 @@ def _run_script(args: list[str]) -> None:
     sys.argv = args
     _set_path(os.path.dirname(os.path.realpath(script)))
     _choose_deepspeed()
-    accelerate_state.watch()
+    _watch_imports()
     if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
         runpy.run_path(script, run_name="__main__")
         return

@@ -14,9 +14,11 @@ from zlaunch.view.progress import TIMES, RunProgress, span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
+_MOST_LOSSES = 3
+"""Curves: the loss, and losses that a script or a Trainer reports, such as `eval_loss`."""
 _MOST_RANKS = 32
 """Rows of ranks; of more, the ones that need a look come first."""
-_LEAST_RANKS, _OTHER_LINES = 2, 14
+_LEAST_RANKS, _OTHER_LINES = 2, 16
 """Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
@@ -31,9 +33,10 @@ def draw(progress: RunProgress, title: str, state: str, now: float, height: int 
         parts.append(Text(metrics_line(values, [])))
         if skipped := values.get("skipped_steps"):
             parts.append(Text(f"{skipped:.0f} steps skipped for overflows", style="yellow"))
-    points = [y for _, y in progress.series["loss"].shown()] if "loss" in progress.series else []
-    if points:
-        parts.append(Text(f"loss {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
+    losses = [name for name in progress.series if name == "loss" or name.endswith("_loss")]
+    for name in losses[:_MOST_LOSSES]:
+        points = [y for _, y in progress.series[name].shown()]
+        parts.append(Text(f"{name} {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
     times = progress.times()
     hosts = {rank: known.host for rank, known in progress.ranks.items()}
     bottleneck = find_bottleneck(times, hosts, progress.facts())
