@@ -10,13 +10,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import click
 
 from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
+from zlaunch.cli.short_command import short_command
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.queue.ending import settle, settle_all
@@ -38,8 +38,10 @@ from zlaunch.supervisor.rank_logs import log_path
 from zlaunch.system.processes import Process, kill, start_ticks
 
 _POLL_S = 0.05
-_COMMAND = 50
-"""Characters of a command in the table."""
+_LEAST_COMMAND = 40
+"""Characters of a command in a narrow table."""
+_BETWEEN, _EDGES = 3, 4
+"""Characters between two columns of the table, and at its edges."""
 _QUIET_S = 0.5
 """Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
@@ -83,8 +85,9 @@ def _living(text: str, command: str) -> FoundRun:
 @click.option("-a", "--all", "show_all", is_flag=True, help="Show ended runs too.")
 @click.option("--clean", is_flag=True, help="List ended runs and remove them with their logs.")
 @click.option("-y", "--yes", is_flag=True, help="With --clean, do not ask.")
+@click.option("-v", "--verbose", is_flag=True, help="Show whole commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
-def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> int:
+def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_json: bool) -> int:
     """List the runs in a folder, or the ranks of a run.  [default: runs]
 
     `last` means the newest run. You can shorten run names.
@@ -126,10 +129,15 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, as_json: bool) -> in
     if chosen:
         from zlaunch.cli.tables import make_table, stdout_console
 
-        columns = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt", "command")
-        stdout_console().print(
-            make_table(columns, map(_row, chosen), whole=("run",))
-        )  # it is there to be copied
+        console = stdout_console()
+        rows = [_row(run) for run in chosen]
+        before = [max(map(len, column)) + _BETWEEN for column in zip(_COLUMNS, *rows, strict=True)]
+        width = max(_LEAST_COMMAND, console.width - sum(before) - _EDGES)
+        commands = [run.record.command for run in chosen]
+        shown = [" ".join(words) if verbose else short_command(words, width) for words in commands]
+        cells = [(*row, text) for row, text in zip(rows, shown, strict=True)]
+        # the run's name is there to be copied
+        console.print(make_table((*_COLUMNS, "command"), cells, whole=("run",)))
     else:
         ended = f"{len(everything)} {'has' if len(everything) == 1 else 'have'} ended"
         print(f"no run is running in {folder}; {ended}: --all" if everything else f"no runs in {folder}")
@@ -150,6 +158,9 @@ def _refused_as_data(path: Path, why: str, *, below: Path) -> dict[str, Any]:
     return {"run": str(path.relative_to(below)), "dir": str(path.absolute()), "state": "refused", "why": why}
 
 
+_COLUMNS = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
+
+
 def _row(run: FoundRun) -> tuple[str, ...]:
     known, hosts = run.record, run.record.hosts
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
@@ -157,7 +168,7 @@ def _row(run: FoundRun) -> tuple[str, ...]:
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
     return (
         *(run.name, run.shown_state, shown, str(known.world_size)),
-        *(_moment(known.started), elapsed, str(known.attempt), shorten(" ".join(known.command), _COMMAND)),
+        *(_moment(known.started), elapsed, str(known.attempt)),
     )
 
 

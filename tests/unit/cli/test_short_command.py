@@ -1,0 +1,59 @@
+"""Test how `zlaunch ps` shows commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from zlaunch.cli import tables
+from zlaunch.cli.main import main
+from zlaunch.cli.short_command import short_command
+from zlaunch.supervisor import run_record
+
+LONG = "--num_gpus 8 --max_restarts 3 work/train.py --config ds.json --model llama-7b --lr 3e-4 --seed 17"
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (100, LONG),
+        (70, "... train.py --config ds.json --model llama-7b --lr 3e-4 --seed 17"),
+        (50, "... train.py ... llama-7b --lr 3e-4 --seed 17"),
+        (30, "... train.py ... --seed 17"),
+        (15, "... train.py..."),
+    ],
+)
+def test_the_script_and_the_end_stay(width: int, shown: str) -> None:
+    assert short_command(shlex.split(LONG), width) == shown
+
+
+def test_a_module_and_a_command_without_a_script() -> None:
+    assert short_command(["-m", "pkg.train", "x" * 30, "--seed", "1"], 30) == "... pkg.train ... --seed 1"
+    assert short_command(["function", "x" * 30, "--seed", "1"], 30) == "function ... --seed 1"
+    assert len(short_command(["x" * 60 + ".py", "y"], 30)) == 30
+
+
+def test_ps_uses_the_width_of_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zlaunch", *shlex.split(LONG)])
+    (tmp_path / "run").mkdir()
+    run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 8)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for width, found in ((120, "train.py ... --lr"), (150, "train.py --config"), (250, LONG)):
+        size = os.terminal_size((width, 24))
+        monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda size=size: size)
+        assert main(["ps", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert any(found in line and line.rstrip().endswith("--seed 17") for line in lines), lines
+    assert main(["ps", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["command"] == shlex.split(LONG)
+    monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda: os.terminal_size((120, 24)))
+    assert main(["ps", str(tmp_path), "-v"]) == 0
+    words = capsys.readouterr().out.split()
+    assert set(LONG.split()) <= set(words) and "..." not in words
