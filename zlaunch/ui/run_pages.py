@@ -53,6 +53,7 @@ class RunReader:
             content if isinstance(content, dict) else {},
             _failures(self._kept, self.progress),
             {name: value for name, value in known.items() if name not in ("type", "rank", "time")},
+            run.record.command,
         )
 
 

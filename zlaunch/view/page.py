@@ -11,6 +11,7 @@ from typing import Any
 
 from zlaunch.view.bottleneck import find_bottleneck
 from zlaunch.view.charts import Curve, bar_chart, line_chart
+from zlaunch.view.differences import find_differences, flat_config, named_arguments
 from zlaunch.view.progress import TIMES, RunProgress, span
 
 STYLE = """
@@ -31,6 +32,7 @@ height:.8em;border-radius:2px;margin-right:.35em}
 table{border-collapse:collapse;font-size:.9rem}td,th{text-align:left;padding:.15rem 1rem .15rem 0;
 border-bottom:1px solid var(--line);vertical-align:top}pre{overflow:auto;background:var(--card);padding:.8rem;
 font-size:.82rem;border:1px solid var(--line);border-radius:8px}
+.wide{overflow-x:auto;margin:.6rem 0}.wide td{overflow-wrap:anywhere;min-width:8em}
 @media(max-width:760px){svg{font-size:15px;overflow:visible}}
 """
 _CHARTS = (
@@ -58,6 +60,8 @@ class RunPage:
     failures: Sequence[str] = ()
     """Lists tracebacks and reasons, those of attempts before the last one too."""
     environment: Mapping[str, Any] = field(default_factory=dict)
+    command: Sequence[str] = ()
+    """The words behind `zlaunch`."""
 
 
 def write_page(runs: Sequence[RunPage]) -> str:
@@ -71,8 +75,11 @@ def write_page(runs: Sequence[RunPage]) -> str:
 
 
 def page_body(runs: Sequence[RunPage]) -> str:
-    """Return the HTML below the title: what bounds the step, curves, and the details of each run."""
+    """Return the HTML below the title: what bounds the step, what differs between several runs, curves, and
+    the details of each run.
+    """
     body = [_verdict(run, named=len(runs) > 1) for run in runs]
+    body += _differences(runs) if len(runs) > 1 else []
     body.append(f'<h2>Curves</h2><div class="grid-of-charts">{"".join(_curves(runs))}</div>')
     for run in runs:
         body += _details(run, named=len(runs) > 1)
@@ -86,6 +93,27 @@ def _verdict(run: RunPage, *, named: bool) -> str:
     before = f"{run.name}: " if named else ""
     bad = " bad" if run.progress.failures else ""
     return f'<div class="verdict{bad}">{escape(before + sentence)}</div>'
+
+
+def _differences(runs: Sequence[RunPage]) -> list[str]:
+    """Return the table of what differs; long values in cells that scroll with it."""
+    parts = []
+    sides = (
+        ("Arguments", [named_arguments(run.command) for run in runs]),
+        ("Config", [flat_config(run.config) for run in runs]),
+        ("Environment", [flat_config(_without_limits(run.environment)) for run in runs]),
+    )
+    for title, values in sides:
+        if rows := find_differences(values):
+            header = (title, *(run.name for run in runs))
+            parts.append(f'<div class="wide">{_table([header, *rows], header=True)}</div>')
+    found = "".join(parts) or "<p>The arguments, the config and the environment are the same.</p>"
+    return [f"<h2>Differences</h2>{found}"]
+
+
+def _without_limits(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the speeds that each run has measured: they differ always."""
+    return {name: value for name, value in environment.items() if name != "limits"}
 
 
 def _curves(runs: Sequence[RunPage]) -> list[str]:

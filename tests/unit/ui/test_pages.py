@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,6 +122,25 @@ def test_the_list(browser: TestClient, folder: Path) -> None:
     assert sorted(parts.loaded) == ["/live.js", "/report.css", "/ui.css", "data:,"]
     part = browser.get("/?part=main").text
     assert part in page and "<header" not in part
+
+
+def test_a_comparison_lists_what_differs(browser: TestClient, folder: Path) -> None:
+    for name, rate, stage in (("one", "1e-4", 2), ("two", "-1", 3)):
+        command = ["--detach", "train.py", "--lr", rate, "--seed=5", *(["--tiny"] if name == "two" else [])]
+        about = {"type": "environment", "rank": 0, "torch": "2.11", "limits": {"matmul_tflops": stage}}
+        path = write_run(folder, name, command=command, events=[{**about, "time": STARTED}])
+        config = {"zero_optimization": {"stage": stage}, "note": PLANTED * (stage - 2), "seed": 1}
+        (path / "config.effective.json").write_text(json.dumps({"config": config}))
+    write_run(folder, "three", command=["--detach", "train.py", "--lr", "1e-4", "--seed=5"])
+    page = browser.get("/compare", params={"run": ["one", "two"]}).text
+    table = page[page.index("<h2>Differences</h2>") : page.index("<h2>Curves</h2>")]
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", table)
+    assert cells[:9] == ["Arguments", "one", "two", "--lr", "1e-4", "-1", "--tiny", "not set", "set"]
+    assert cells[9:15] == ["Config", "one", "two", "zero_optimization.stage", "2", "3"]
+    assert cells[15:17] == ["note", ""] and "planted" in cells[17] and len(cells) == 18
+    assert "<script" not in table, "values are escaped"
+    page = browser.get("/compare", params={"run": ["one", "three"]}).text
+    assert "--lr" not in page[page.index("Differences") : page.index("Curves")]
 
 
 def test_a_runs_page_and_a_comparison(browser: TestClient, folder: Path) -> None:
