@@ -84,7 +84,7 @@ def obstacle() -> str:
     try:
         cupy().cuda.nvrtc.getVersion()  # a package of its own, loaded on first use
     except Exception as error:
-        return f"CuPy does not work ({error}): run pip install 'zlaunch[{extra}]'"
+        return f"CuPy does not work ({error}): pip install 'zlaunch[{extra}]'"
     return ""
 
 

@@ -6,7 +6,7 @@ The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands
 from ..rank_mesh import MeshShape
 from .load import ConfigError, ConfigFileError, Loaded, load
 from .parallel import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
-from .resolve import Effective, check_batch, find_mesh, open_values, refuse_open, resolve
+from .resolve import Effective, check_batch, find_mesh, open_lines, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "json_schema",
     "load",
     "mesh_shape",
+    "open_lines",
     "open_values",
     "pipeline_size",
     "refuse_open",

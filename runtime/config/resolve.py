@@ -126,13 +126,17 @@ _MUST_BE_FILLED = {
 }
 
 
-def open_values(loaded: Loaded) -> list[str]:
-    """Return a line for each "auto" of which there is no right value but the script's own."""
+def open_values(loaded: Loaded) -> dict[str, str]:
+    """Return what to write for each "auto" of which there is no right value but the script's own, by key."""
+    return {path: value for path, value in _MUST_BE_FILLED.items() if path in loaded.auto}
+
+
+def open_lines(loaded: Loaded) -> list[str]:
+    """Return a line for each of the :func:`open_values`."""
     return [
         f'{loaded.origin}: {path}: only the Hugging Face Trainer and accelerate fill in "auto"; '
         f"without them, set {value}"
-        for path, value in _MUST_BE_FILLED.items()
-        if path in loaded.auto
+        for path, value in open_values(loaded).items()
     ]
 
 
@@ -141,7 +145,7 @@ def refuse_open(loaded: Loaded) -> None:
 
     For when training begins: the Trainer and accelerate have filled in theirs by then. Raises ConfigError.
     """
-    if problems := open_values(loaded):
+    if problems := open_lines(loaded):
         raise ConfigError(problems)
 
 

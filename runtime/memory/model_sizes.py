@@ -103,9 +103,7 @@ def from_hugging_face(path: str) -> ModelSizes:
     try:
         import transformers
     except ImportError:
-        raise MemoryPlanError(
-            "--hf_config needs transformers: pip install transformers (extra [hf])"
-        ) from None
+        raise MemoryPlanError("--hf_config needs transformers: pip install 'zlaunch[hf]'") from None
     config: Any
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

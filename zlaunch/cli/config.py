@@ -39,8 +39,12 @@ def check(file: str, world_size: int | None) -> None:
     loaded, _ = _read(file, world_size)
     from zlaunch.runtime.config import open_values
 
-    under = " under the Hugging Face Trainer or accelerate" if open_values(loaded) else ""
-    click.echo(f"{loaded.origin}: ok{under}")
+    if left := open_values(loaded):
+        keys = ", ".join(f"{key} to {value}" for key, value in left.items())
+        by = "for the Hugging Face Trainer and accelerate, which fill in"
+        click.echo(f'{loaded.origin}: ok {by} "auto"; for your own loop, set {keys}')
+    else:
+        click.echo(f"{loaded.origin}: ok")
 
 
 @config.command()
@@ -52,8 +56,11 @@ def show(file: str, world_size: int | None) -> None:
     First the values that FILE sets or that follow from it, then the defaults, then the batch sizes and what
     losses and gradients are divided by.
     """
+    from zlaunch.runtime.config import open_lines
+
     loaded, effective = _read(file, world_size or 1)
     assert effective is not None
+    _warn(open_lines(loaded))
     from zlaunch.runtime.averaging import Averaging
     from zlaunch.runtime.config import find_mesh
 
@@ -82,12 +89,12 @@ def _read(file: str, world_size: int | None) -> tuple[Loaded, Effective | None]:
 
     Exits with all problems at once.
     """
-    from zlaunch.runtime.config import ConfigError, load, open_values, resolve
+    from zlaunch.runtime.config import ConfigError, load, resolve
 
     warnings: tuple[str, ...] = ()
     try:
         loaded = load(file)
-        warnings = (*loaded.warnings, *open_values(loaded))
+        warnings = loaded.warnings
         effective = resolve(loaded, world_size=world_size) if world_size else None
     except ConfigError as error:
         _warn((*warnings, *error.warnings))

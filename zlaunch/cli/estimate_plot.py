@@ -19,7 +19,7 @@ def check_plot(path: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise click.UsageError("--plot needs matplotlib: pip install matplotlib (extra [plot])") from None
+        raise click.UsageError("--plot needs matplotlib: pip install 'zlaunch[plot]'") from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     suffix = Path(path).suffix
     if suffix[1:].lower() not in kinds:

@@ -162,7 +162,7 @@ def test_no_picture_without_matplotlib(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert main(["estimate", "--params", "1e9", "--plot", "memory.png"]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install 'zlaunch[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

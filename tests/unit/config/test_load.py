@@ -440,7 +440,10 @@ def test_command_line(tmp_path: Path) -> None:
     assert run(cli, ["check", good, "--world_size", "3"]).exit_code == 2
     open_ = str(write(tmp_path, "open.json", '{"train_batch_size": 8, "gradient_clipping": "auto"}'))
     done = run(cli, ["check", open_])
-    assert done.exit_code == 0 and "gradient_clipping: only the Hugging Face Trainer" in done.output
+    said = 'open.json: ok for the Hugging Face Trainer and accelerate, which fill in "auto"; for your own '
+    loop = "loop, set gradient_clipping to a number, the maximum gradient norm (0 is off)"
+    assert done.exit_code == 0 and done.output == f"{said}{loop}\n", "no warning contradicts it"
+    assert "gradient_clipping: only the Hugging Face Trainer" in run(cli, ["show", open_]).output
     bad = str(write(tmp_path, "bad.json", '{"fp17": {}}'))
     done = run(cli, ["check", bad])
     assert done.exit_code == 2 and "bad.json: fp17: unknown key, did you mean fp16?" in done.output
