@@ -36,7 +36,7 @@ def output_dir_of(folder: Path) -> Path | None:
 
 def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
     """Find the complete ``checkpoint-N`` with the largest N, and say what is wrong with newer ones."""
-    problems = []
+    problems: list[str] = []
     found = [path for path in output_dir.glob("checkpoint-*") if _is_of_trainer(path)]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         problem = _problem(path)

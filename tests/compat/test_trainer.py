@@ -158,7 +158,8 @@ def test_a_restart_resumes_and_evaluations_are_curves(tmp_path: Path) -> None:
     evaluated = dict(progress.series["eval_loss"].shown())
     assert evaluated == {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
     last = next(entry["loss"] for entry in log[::-1] if "loss" in entry)
-    assert progress.series["loss"].shown()[-1] == (6, pytest.approx(last, rel=1e-5))
+    step, shown = progress.series["loss"].shown()[-1]
+    assert step == 6 and shown == pytest.approx(last, rel=1e-5)
 
 
 @pytest.mark.exhaustive

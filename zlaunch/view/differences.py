@@ -18,7 +18,7 @@ def find_differences(sides: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]
 
 def flat_config(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
     """Return the values of a config by dotted key."""
-    found = {}
+    found: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
             found |= flat_config(value, f"{above}{key}.")

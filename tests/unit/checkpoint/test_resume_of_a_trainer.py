@@ -44,7 +44,10 @@ def test_the_largest_step_is_taken(tmp_path: Path, engine: bool) -> None:
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-20])
+    def shorten(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-20])
+
+    return shorten
 
 
 def without(name: str) -> Callable[[Path], None]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from zlaunch.cli import tables
 from zlaunch.cli.main import main
 from zlaunch.cli.short_command import short_command
 from zlaunch.supervisor import run_record
@@ -47,13 +47,13 @@ def test_ps_uses_the_width_of_the_terminal(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for width, found in ((120, "train.py ... --lr"), (150, "train.py --config"), (250, LONG)):
         size = os.terminal_size((width, 24))
-        monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda size=size: size)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda size=size: size)
         assert main(["ps", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert any(found in line and line.rstrip().endswith("--seed 17") for line in lines), lines
     assert main(["ps", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["command"] == shlex.split(LONG)
-    monkeypatch.setattr(tables.shutil, "get_terminal_size", lambda: os.terminal_size((120, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((120, 24)))
     assert main(["ps", str(tmp_path), "-v"]) == 0
     words = capsys.readouterr().out.split()
     assert set(LONG.split()) <= set(words) and "..." not in words
