@@ -70,6 +70,7 @@ from .sequence_parallel.apply import share_sequences
 from .shared_memory.connect import connect
 from .step_choice import choose_step, keeps_whole_gradients, prepare
 from .tensor_parallel.apply import share_layers
+from .world_sizes import read_world_sizes
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
@@ -104,9 +105,15 @@ def build_engine(
     comm = _join_ranks(loaded)
     preemption.install()
     hidden, hidden_from = find_hidden_size(model)
-    effective = resolve(loaded, world_size=comm.world_size, hidden_size=hidden, hidden_size_from=hidden_from)
+    effective = resolve(
+        loaded,
+        world_size=comm.world_size,
+        world_sizes=_possible_world_sizes(),
+        hidden_size=hidden,
+        hidden_size_from=hidden_from,
+    )
     if comm.rank == 0:
-        for warning in (*loaded.warnings, *effective.guesses()):
+        for warning in (*loaded.warnings, *effective.guesses(), *effective.batch_warnings):
             warn(warning)
         for line in effective.resolved_auto():
             detail(line)
@@ -226,6 +233,13 @@ def _choose_kernels() -> None:
         set_mode(read_environment().kernels)
     except ValueError as error:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
+
+
+def _possible_world_sizes() -> tuple[int, ...]:
+    try:
+        return read_world_sizes(read_environment().world_sizes)
+    except ValueError as error:
+        raise ConfigError([f"ZLAUNCH_WORLD_SIZES: {error}"]) from None
 
 
 def _join_ranks(loaded: Loaded) -> Comm:

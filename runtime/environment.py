@@ -27,6 +27,8 @@ class Environment:
     """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
     resume_dir: str | None
     """``ZLAUNCH_RESUME_DIR``: the folder where the run that this one continues has saved."""
+    world_sizes: str
+    """``ZLAUNCH_WORLD_SIZES``: the numbers of ranks that the run may have; see ``world_sizes.py``."""
     memory_dir: str | None
     """``ZLAUNCH_MEMORY_DIR``: a folder in the node's memory that outlives the workers, but not the run."""
     shared_memory: bool
@@ -70,6 +72,7 @@ def read_environment() -> Environment:
         stop_asked=os.environ.get("ZLAUNCH_STOP_ASKED") == "1",
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         resume_dir=os.environ.get("ZLAUNCH_RESUME_DIR") or None,
+        world_sizes=os.environ.get("ZLAUNCH_WORLD_SIZES", ""),
         memory_dir=os.environ.get("ZLAUNCH_MEMORY_DIR") or None,
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         saved_tensor_hooks=os.environ.get("ZLAUNCH_SAVED_TENSOR_HOOKS", "1") != "0",

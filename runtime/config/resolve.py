@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..rank_mesh import MeshShape
+from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_full_samples
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
 from .parallel import mesh_shape
 from .schema import Config
-
-TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class Effective:
     """Dotted path to the file's name, "default", "auto: why" or "derived: how"."""
     loaded: Loaded
     """What it was made from."""
+    batch_warnings: tuple[str, ...] = ()
+    """What the user must know of the global batch after a restart on fewer ranks; one line each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
@@ -70,7 +71,7 @@ class Effective:
 
     def guesses(self) -> list[str]:
         """Return a line for each "auto" whose value changes what is trained and that nothing has given."""
-        if self.sources[MICRO] != _NO_SIZE:
+        if self.sources[MICRO] != NO_SIZE:
             return []
         return [f'{self.loaded.origin}: {MICRO}: "auto" became 1, because no batch size is set; set a number']
 
@@ -94,21 +95,24 @@ def resolve(
     loaded: Loaded,
     *,
     world_size: int,
+    world_sizes: Sequence[int] = (),
     hidden_size: int | None = None,
     hidden_size_from: str = "",
     default_lr: float | None = None,
 ) -> Effective:
-    """Fill in "auto" and the batch keys for a run on `world_size` ranks."""
+    """Fill in "auto" and the batch keys for a run on `world_size` ranks.
+
+    `world_sizes` has all numbers of ranks that the run may have after failures, the one without a failure
+    first. Raises ConfigError if the config fails on any of them. See Note [Global batch after a restart] in
+    `batch_sizes.py`.
+    """
     for name, number in (("world_size", world_size), ("hidden_size", hidden_size)):
         if number is not None and number < 1:
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
     notes: dict[str, str] = dict(loaded.dropped)
-    world_size = find_mesh(loaded, world_size).samples
-    problems = [
-        *_batch(loaded, values, notes, world_size),
-        *_params(loaded, values, notes, default_lr),
-    ]
+    batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes)
+    problems += _params(loaded, values, notes, default_lr)
     _sizes(loaded, values, notes, hidden_size, hidden_size_from)
     if problems:
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
@@ -116,10 +120,9 @@ def resolve(
         notes.setdefault(path, "auto: default")
     config = Config.model_validate(values)
     sources = {path: _source(path, loaded, notes) for path, _ in _leaves(config.model_dump(mode="json"))}
-    return Effective(config, sources, loaded)
+    return Effective(config, sources, loaded, tuple(f"{loaded.origin}: {line}" for line in batch_warnings))
 
 
-_NO_SIZE = "auto: 1, no batch size is set"
 _MUST_BE_FILLED = {
     "gradient_clipping": "a number, the maximum gradient norm (0 is off)",
     "zero_optimization.stage": "0, 1, 2 or 3",
@@ -149,14 +152,32 @@ def refuse_open(loaded: Loaded) -> None:
         raise ConfigError(problems)
 
 
-def check_batch(loaded: Loaded, world_size: int) -> None:
-    """Check the mesh and a given train_batch_size against the ranks. Raises ConfigError."""
-    world_size = find_mesh(loaded, world_size).samples
+def check_batch(loaded: Loaded, world_sizes: Sequence[int]) -> None:
+    """Check the mesh and a given train_batch_size on all numbers of ranks that a run may have, the one
+    without a failure first. Raises ConfigError.
+    """
     values = loaded.config.model_dump(mode="json", include={TRAIN, MICRO, GAS})
-    if values[TRAIN] is None:
-        return
-    if problems := _batch(loaded, values, {}, world_size):
+    if values[TRAIN] is None:  # a script may fill in what is missing
+        values[MICRO] = values[MICRO] or 1
+    _, problems = _batch(loaded, values, {}, world_sizes[0], world_sizes)
+    if problems:
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
+
+
+def _batch(
+    loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world_size: int, sizes: Sequence[int]
+) -> tuple[tuple[str, ...], list[str]]:
+    """Complete the batch keys on these ranks and check them on the others that the run may have; return
+    warnings and problems.
+    """
+    if world_size not in sizes:  # the launcher did not count these ranks: a script started them
+        sizes = (world_size,)
+    given = dict(values)
+    here = find_mesh(loaded, world_size).samples
+    if problem := complete(loaded, values, notes, here, find_full_samples(loaded, world_size, sizes)):
+        return (), [problem]
+    restarts = check_restarts(loaded, given, world_size, sizes)
+    return restarts.warnings, [restarts.problem] if restarts.problem else []
 
 
 def find_mesh(loaded: Loaded, world_size: int) -> MeshShape:
@@ -195,55 +216,6 @@ def _source(path: str, loaded: Loaded, notes: dict[str, str]) -> str:
             return loaded.origin
         path = path.rpartition(".")[0]
     return default
-
-
-def _batch(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int) -> list[str]:
-    """Complete train = micro * accumulation * ranks, by DeepSpeed's rules."""
-    train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
-    if train is not None and (problem := _mistake(train, micro, gas, world)):
-        return [problem]
-    if train is None and micro is None:
-        if not loaded.auto & {TRAIN, MICRO, GAS}:
-            return [f"no batch size is set, give {TRAIN} or {MICRO}"]
-        micro = 1
-        notes[MICRO] = _NO_SIZE
-    if gas is None and (train is None or micro is None):
-        gas = 1
-        notes[GAS] = "derived: 1 unless set"
-    if train is None:
-        train = micro * gas * world
-        notes[TRAIN] = f"derived: {MICRO} {micro} * {GAS} {gas} * world size {world}"
-    elif micro is None:
-        micro = train // (gas * world)
-        notes[MICRO] = f"derived: {TRAIN} {train} / ({GAS} {gas} * world size {world})"
-    elif gas is None:
-        gas = train // (micro * world)
-        notes[GAS] = f"derived: {TRAIN} {train} / ({MICRO} {micro} * world size {world})"
-    values |= {TRAIN: train, MICRO: micro, GAS: gas}
-    return []
-
-
-def _mistake(train: int, micro: int | None, gas: int | None, world: int) -> str:
-    """Return what is wrong with a given batch size, and what would be right; "" if nothing is."""
-    given = {key: value for key, value in ((MICRO, micro), (GAS, gas)) if value is not None}
-    one = world * (micro or 1) * (gas or 1)
-    factors = " * ".join([*(f"{key} {value}" for key, value in given.items()), f"world size {world}"])
-    product = f"{factors} = {one}" if given else factors
-    if train % one == 0 and (train == one or len(given) < 2):
-        return ""
-    if len(given) == 2:
-        return f"{TRAIN}: {train} is not {product}; set it to {one}, or leave out one of the three keys"
-    below = train // one * one
-    wrong, right = ("is less than", f"{one} or a multiple of it")
-    if below:
-        wrong, right = ("is not a multiple of", f"{below} or {below + one}")
-    least = "one sample" if micro is None else "one micro-batch"
-    other = " or ".join((*given, "the number of ranks"))
-    instead = "" if given else f", or leave it out and give {MICRO}"
-    return (
-        f"{TRAIN}: {train} {wrong} {product} (a step takes at least {least} on every rank); set it to "
-        f"{right}, or change {other}{instead}"
-    )
 
 
 def _sizes(

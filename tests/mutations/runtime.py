@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _RESOLVE = ("tests/unit/config/test_resolve.py",)
+_RESTARTS = ("tests/unit/config/test_batch_after_restart.py",)
 _SCALER = ("tests/unit/precision/test_loss_scaler.py",)
 _LAYOUT = ("tests/unit/zero/test_layout.py",)
 _REDUCE = ("tests/unit/zero/test_reduce.py",)
@@ -14,11 +15,25 @@ _NORM = ("tests/runtime/optim/test_gradient_norm.py",)
 
 MUTATIONS = (
     Mutation(
-        "runtime/config/resolve.py",
+        "runtime/config/batch_sizes.py",
         "micro = train // (gas * world)",
         "micro = train // gas",
         "the derived micro-batch forgets the number of ranks",
         _RESOLVE,
+    ),
+    Mutation(
+        "runtime/config/batch_sizes.py",
+        "if train is None and gas is None and (steps",
+        "if train is None and (steps",
+        "a restart on fewer ranks changes the accumulation that the Trainer has set",
+        _RESTARTS,
+    ),
+    Mutation(
+        "runtime/config/batch_sizes.py",
+        "for size in set(sizes) - {world_size}:",
+        "for size in sizes[:1]:",
+        "only the batch sizes of the first attempt are checked",
+        _RESTARTS,
     ),
     Mutation(
         "runtime/config/resolve.py",

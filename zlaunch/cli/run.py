@@ -167,7 +167,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
         (command[0], *given.get("configs", ()), *command[1:]),
         module=mode == "module",
         folder=given["workdir"],
-        world_size=plan.world_size if plan is not None else None,
+        world_sizes=launcher.world_sizes,
     )
     arrival: Arrival | None = given.get("arrival")
     if (
@@ -219,6 +219,7 @@ def _options(
         requeue=given["requeue"],
         max_restarts=given["max_restarts"],
         spares=given["spares"] or 0,
+        min_nodes=given["min_nodes"],
         quiet=given["quiet"],
         verbose=given["verbose"],
         **{
@@ -310,7 +311,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         console.message(f"--debug {given['debug']}: {LIFTED}")
     limits = Limits(
         max_restarts=given["max_restarts"],
-        min_nodes=given["min_nodes"],
+        min_nodes=launcher.options.min_nodes,
         spares=launcher.options.spares,
         hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
         first_attempt=given["first_attempt"],

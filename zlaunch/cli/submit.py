@@ -267,6 +267,7 @@ def batch_of(asked: Asked) -> BatchScript:
     from zlaunch.cli.run import check_command
     from zlaunch.cli.slurm import with_cores
     from zlaunch.plan.checks import check_configs
+    from zlaunch.plan.world_sizes import possible_world_sizes
     from zlaunch.slurm.commands import has_gpus
     from zlaunch.slurm.script import BatchScript
 
@@ -286,9 +287,9 @@ def batch_of(asked: Asked) -> BatchScript:
     check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
     count, nodes = given["num_gpus"], given["num_nodes"] or 1
     # Warnings are rank 0's to say.
-    check_configs(
-        command, module=given["module"], folder=given["workdir"], world_size=count and count * nodes
-    )
+    slots, spares = (count,) * nodes if count else (), min(given["spares"] or 0, nodes - 1)
+    world_sizes = possible_world_sizes(slots, spares, given["min_nodes"]) if slots else ()
+    check_configs(command, module=given["module"], folder=given["workdir"], world_sizes=world_sizes)
     gpus = count if count is not None and has_gpus() else None
     words = [
         word for name, word in options if name not in ("num_nodes", "requeue", "num_gpus" if gpus else "")

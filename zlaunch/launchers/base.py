@@ -81,6 +81,14 @@ class Launcher(Job):
     def where(self) -> str:
         """Return where the run takes place, for the user."""
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Return all numbers of workers that the run may have, the one without a failure first; empty while
+        they are not known.
+        """
+        plan = self.known_plan()
+        return () if plan is None else (plan.world_size,)
+
     @abstractmethod
     def known_plan(self) -> Plan | None:
         """Return the plan as far as it is known before any node has answered; None if it is not."""

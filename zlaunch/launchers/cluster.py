@@ -18,6 +18,7 @@ from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.forwarded_env import forwarded_env
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port
 from zlaunch.plan.plan import Plan
+from zlaunch.plan.world_sizes import possible_world_sizes
 from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
 
 if TYPE_CHECKING:
@@ -109,12 +110,22 @@ class ClusterLauncher(Launcher):
         alone = "127.0.0.1" if len(specs) == 1 else specs[0].host
         return self._make(specs, self.options.master_addr or alone, self.options.master_port, 0)
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of workers with every choice of hosts that the options allow."""
+        slots = tuple(len(each) for each in (self.selection.chosen or {}).values() if each)
+        if not slots:
+            return ()
+        spares = min(self.options.spares, len(slots) - 1)
+        return possible_world_sizes(slots, spares, self.options.min_nodes)
+
     def _make(
         self, specs: Sequence[NodeSpec], address: str, port: int, attempt: int, *, safe_path: bool = True
     ) -> Plan:
         """Make a plan; `safe_path`: the nodes' Pythons know -P, which hides the working folder."""
         safe = ["-P"] if safe_path else []
-        run = replace(self.run, bootstrap=(sys.executable, *safe, "-m", "zlaunch.node.bootstrap"))
+        bootstrap = (sys.executable, *safe, "-m", "zlaunch.node.bootstrap")
+        run = replace(self.run, bootstrap=bootstrap, world_sizes=self.world_sizes)
         port = port or agreed_port(f"{self.options.run_id}.{attempt}")
         return self.make_plan(specs, address, port, attempt, run=run)
 

@@ -234,12 +234,17 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def check_configs(
-    command: Sequence[str], *, module: bool = False, folder: str | None = None, world_size: int | None = None
+    command: Sequence[str],
+    *,
+    module: bool = False,
+    folder: str | None = None,
+    world_sizes: Sequence[int] = (),
 ) -> list[str]:
     """Check every DeepSpeed config among the script's arguments and return warnings.
 
-    ``folder`` is where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a
-    script that imports none of those who read such files may mean any file, or a name that only it knows.
+    ``world_sizes`` has the numbers of ranks that the run may have, as far as they are known. ``folder`` is
+    where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a script that
+    imports none of those who read such files may mean any file, or a name that only it knows.
     """
     if folder is not None and not os.path.isdir(folder):
         return []  # only the nodes have it
@@ -249,20 +254,20 @@ def check_configs(
         is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
         path = os.path.join(folder or "", name)
         if is_used or os.path.isfile(path):
-            found += _check_config(option, path, surely_ours, world_size if is_used else None, is_used)
+            found += _check_config(option, path, surely_ours, world_sizes if is_used else (), is_used)
     return found
 
 
 def _check_config(
-    option: str, path: str, surely_ours: bool, world_size: int | None, is_used: bool
+    option: str, path: str, surely_ours: bool, world_sizes: Sequence[int], is_used: bool
 ) -> tuple[str, ...]:
     from zlaunch.runtime.config import ConfigError, ConfigFileError, check_batch, load
 
     ours = surely_ours or _looks_like_ours(path)
     try:
         loaded = load(path)
-        if ours and world_size is not None:
-            check_batch(loaded, world_size)
+        if ours and world_sizes:
+            check_batch(loaded, world_sizes)
     except ConfigFileError as error:
         if ours or (is_used and _is_broken(path)):
             raise LaunchError(f"{option}: {error}{_config_near(path)}") from None

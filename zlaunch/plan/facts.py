@@ -28,6 +28,8 @@ class RunFacts:
     """The rank that waits for a debugger before its script runs."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
+    world_sizes: tuple[int, ...] = ()
+    """Numbers of workers that the run may have, the one without a failure first; empty: it cannot change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Options:
     max_restarts: int = 0
     spares: int = 0
     """The last so many hosts take part only when others are gone."""
+    min_nodes: int | None = None
+    """Go on without failed nodes while so many are left; None: all are needed."""
     quiet: bool = False
     verbose: bool = False
     node_rank: int | None = None

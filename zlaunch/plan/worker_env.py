@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.plan import LOCAL_HOST
+from zlaunch.runtime.world_sizes import write_world_sizes
 from zlaunch.system.devices import visible_for_workers
 
 
@@ -45,6 +46,8 @@ def common_env(
         env["ZLAUNCH_NO_TIMEOUTS"] = "1"
     if resume_dir is not None:
         env["ZLAUNCH_RESUME_DIR"] = resume_dir
+    if len(run.world_sizes) > 1:
+        env["ZLAUNCH_WORLD_SIZES"] = write_world_sizes(run.world_sizes)
     given = run.environ.keys() | node.env.keys()
     usual = _default_env(node, single_node=part.node_count == 1, is_debugged=run.debug_rank is not None)
     for key, value in usual.items():

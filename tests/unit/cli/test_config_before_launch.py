@@ -156,7 +156,7 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({**GOOD, "train_batch_size": 8}))
     code = (
         "import sys\nfrom zlaunch.plan.checks import check_configs\n"
-        "try:\n    check_configs(['train.py', '--config', 'ds.json'], world_size=4)\n"
+        "try:\n    check_configs(['train.py', '--config', 'ds.json'], world_sizes=(4,))\n"
         "except Exception as error:\n    print(error)\n"
         "print('torch' in sys.modules)"
     )

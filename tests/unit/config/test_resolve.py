@@ -79,7 +79,7 @@ def test_batch_mistakes(given: dict[str, Any]) -> None:
     ],
 )
 def test_batch_mistakes_say_what_would_be_right(given: dict[str, Any], expected: str) -> None:
-    for check in (lambda: resolve(load(given), world_size=4), lambda: check_batch(load(given), 4)):
+    for check in (lambda: resolve(load(given), world_size=4), lambda: check_batch(load(given), (4,))):
         with pytest.raises(ConfigError) as caught:
             check()
         assert str(caught.value) == f"<dict>: {TRAIN}: {expected}"
@@ -87,7 +87,7 @@ def test_batch_mistakes_say_what_would_be_right(given: dict[str, Any], expected:
 
 def test_only_a_given_batch_size_is_checked_beforehand() -> None:
     for source in ({}, {GAS: 2}, {MICRO: 3}, {TRAIN: "auto", MICRO: 3}, {TRAIN: 12, MICRO: "auto"}):
-        check_batch(load(source), 4)
+        check_batch(load(source), (4,))
 
 
 @pytest.mark.parametrize("path", ["gradient_clipping", "zero_optimization.stage"])

@@ -123,3 +123,11 @@ def test_one_rank_waits_for_a_debugger_and_none_gives_up_on_it() -> None:
 def test_the_name_of_the_role_is_the_users() -> None:
     assert of(workers(NodeSpec("a", 1, 1)), "ROLE_NAME") == ["default"]
     assert of(workers(NodeSpec("a", 1, 1, env={"ROLE_NAME": "trainer"})), "ROLE_NAME") == ["trainer"]
+
+
+def test_workers_know_the_numbers_of_ranks_that_the_run_may_have() -> None:
+    node = NodeSpec("a", 2, 8)
+    elastic = replace(RUN, world_sizes=(6, 2, 4))
+    plan = make_plan(elastic, [node], master_addr="a", master_port=29500)
+    assert of(list(plan.nodes[0].workers), "ZLAUNCH_WORLD_SIZES") == ["6 2-4:2"] * 2
+    assert of(workers(node), "ZLAUNCH_WORLD_SIZES") == [None] * 2
