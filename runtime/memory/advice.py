@@ -16,7 +16,7 @@ from ..activation.checkpointing import has_blocks
 from ..zero.unit import Unit
 from .estimate import GIB, Setting, alternatives, narrowed, plan, shown_bytes
 from .holders import find_holders
-from .resources import host_bytes
+from .host import host_bytes
 
 _HOST_WORDS = "DefaultCPUAllocator: can't allocate memory"
 _MOST_HOLDERS, _LEAST_SHARE = 5, 0.01

@@ -15,7 +15,8 @@ from ..comm.pending import DONE, Pending
 from ..config import Config
 from ..environment import read_environment
 from ..errors import OffloadedError
-from ..memory.resources import PINNED_SHARE, host_bytes
+from ..memory.host import host_bytes
+from ..memory.resources import PINNED_SHARE
 from ..mesh.choice import drop_copies
 from ..offload.transfer import HostLink
 from ..optim.sharded_optimizer import ShardedOptimizer

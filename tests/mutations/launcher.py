@@ -290,6 +290,27 @@ MUTATIONS = (
         ("tests/unit/system/test_devices.py",),
     ),
     Mutation(
+        "zlaunch/system/gpu_health.py",
+        "match is None or int(record.split",
+        "match is not None or int(record.split",
+        "no Xid error of the kernel log is found",
+        ("tests/unit/system/test_gpu_health.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/hosts.py",
+        "others = {*self.used, *self._spares, *self._unhealthy}",
+        "others = {*self.used, *self._spares}",
+        "an unhealthy host is taken back, and ends one attempt after another",
+        ("tests/unit/supervisor/test_hosts.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/job.py",
+        'said = "" if sick and not limits.excludes_unhealthy else',
+        'said = "" if False else',
+        "unhealthy nodes are left out unasked",
+        ("tests/unit/supervisor/test_job.py",),
+    ),
+    Mutation(
         "zlaunch/system/checkup.py",
         "abs(report.skew_s) > _MAX_SKEW_S",
         "report.skew_s > _MAX_SKEW_S",

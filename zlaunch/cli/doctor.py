@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +26,11 @@ if TYPE_CHECKING:
     from zlaunch.supervisor.nodes import Node
 
 _CONNECT_TIMEOUT_S = 30.0
-_ANSWER_TIMEOUT_S = 20.0
 _MEET_TIMEOUT_S = 40.0
 """Seconds for finding all hosts that cannot reach node 0: each takes a round of connecting."""
-_PINGS = 3
 COLUMNS = (
     *("host", "state", "python", "zlaunch", "torch", "GPUs", "driver", "clock"),
-    *("disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
+    *("memory", "disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
 )
 """Columns of the table; a problem names the one that it belongs to."""
 _NOT_KNOWN = "-"
@@ -115,18 +111,14 @@ def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any
 
 def _examine(launcher: SshLauncher) -> list[HostReport]:
     """Return a report for every host, in order."""
-    from zlaunch.supervisor.nodes import PARALLEL, close_all, connect
+    from zlaunch.supervisor.checkups import ask_checkups
+    from zlaunch.supervisor.nodes import close_all, connect
 
     options, hosts = launcher.options, launcher.hosts
     nodes, errors = connect(hosts, launcher.open_transport, _CONNECT_TIMEOUT_S)
-    question = {
-        "cmd": "checkup",
-        "workdir": options.workdir,
-        "nccl_setting": launcher.environ.get("NCCL_SOCKET_IFNAME") or options.iface,
-    }
+    nccl_setting = launcher.environ.get("NCCL_SOCKET_IFNAME") or options.iface
     try:
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            reports = list(pool.map(lambda node: _ask(node, question), nodes))
+        reports = ask_checkups(nodes, options.workdir, nccl_setting, lambda node: node.facts.devices)
         able = [node for node, report in zip(nodes, reports, strict=True) if report.checkup is not None]
         interfaces, meet_errors = _meet(able, options.iface)
     finally:
@@ -144,41 +136,6 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
         )
         for host in hosts
     ]
-
-
-def _ask(node: Node, question: dict[str, Any]) -> HostReport:
-    """Ask one host for its clock and checkup, in a bounded time."""
-    from zlaunch import __version__
-    from zlaunch.errors import NodeError
-
-    if node.facts.version != __version__:  # it may not know what to answer
-        return HostReport(host=node.host, facts=node.facts)
-    timer = threading.Timer(_ANSWER_TIMEOUT_S, node.link.transport.kill)
-    timer.daemon = True
-    timer.start()
-    started = time.monotonic()
-    try:
-        skew = _skew_s(node)
-        checkup = Checkup.from_event(node.link.ask(question, "checkup"))
-        return HostReport(host=node.host, facts=node.facts, checkup=checkup, skew_s=skew)
-    except NodeError as error:
-        late = time.monotonic() - started >= _ANSWER_TIMEOUT_S
-        text = f"no answer within {_ANSWER_TIMEOUT_S:g} s" if late else error.text
-        return HostReport(host=node.host, facts=node.facts, error=text)
-    finally:
-        timer.cancel()
-
-
-def _skew_s(node: Node) -> float:
-    """Return a node's clock less ours, by the fastest of some pings, half of whose time is taken off."""
-    best_s, skew_s = float("inf"), 0.0
-    for _ in range(_PINGS):
-        sent, started = time.time(), time.monotonic()
-        there = float(node.link.ask({"cmd": "ping"}, "pong")["time"])
-        round_trip_s = time.monotonic() - started
-        if round_trip_s < best_s:
-            best_s, skew_s = round_trip_s, there - sent - round_trip_s / 2
-    return skew_s
 
 
 def _meet(nodes: Sequence[Node], iface: str | None) -> tuple[dict[str, str], dict[str, str]]:
@@ -244,6 +201,7 @@ def _cells(report: HostReport) -> dict[str, str]:
         cells |= {
             "torch": checkup.torch or "none",
             "driver": checkup.driver or "none",
+            "memory": size(checkup.memory_free_bytes),
             "disk": "no folder" if disk is None else size(disk),
             "shm": "none" if shm is None else size(shm),
             "memlock": "unlimited" if memlock is None else size(memlock),
@@ -263,7 +221,7 @@ def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
     if console.measure(whole, options=console.options.update(max_width=1000)).maximum <= console.width:
         console.print(whole)
     else:
-        half = COLUMNS.index("disk")
+        half = COLUMNS.index("memory")
         upper, lower = [row[:half] for row in rows], [[row[0], *row[half:]] for row in rows]
         console.print(make_table(COLUMNS[:half], upper, padding=padding))
         console.print(make_table(("host", *COLUMNS[half:]), lower, padding=padding))

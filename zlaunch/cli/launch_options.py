@@ -44,6 +44,7 @@ def _debugged(_context: click.Context, _option: click.Parameter, text: str | Non
 
 _place = partial(option, group=_PLACE)
 _worker = partial(option, group=_WORKERS)
+_failure = partial(option, group=_FAILURES)
 _output = partial(option, group=_OUTPUT)
 
 REACH = (
@@ -164,6 +165,16 @@ LAUNCH = (
     ),
     count_option(
         "--spares", group=_FAILURES, help="Reserve the last N hosts as spares that replace failed hosts."
+    ),
+    _failure(
+        "--health",
+        is_flag=True,
+        help="Check memory, disk and GPUs of each node before workers start, and start none on a bad node.",
+    ),
+    _failure(
+        "--exclude_unhealthy",
+        is_flag=True,
+        help="Continue without nodes that --health finds bad; needs --min_nodes or --spares.",
     ),
     seconds_option(
         "--heartbeat",

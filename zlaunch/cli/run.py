@@ -163,6 +163,8 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     if given["min_nodes"] is not None and given["min_nodes"] > count - spares:
         besides = f" besides {spares} spare ones" if spares else ""
         raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {count - spares} hosts{besides}")
+    if given["exclude_unhealthy"] and given["min_nodes"] is None and not spares:
+        raise click.UsageError("--exclude_unhealthy needs --min_nodes N or --spares N")
     warnings = checks.check_configs(
         (command[0], *given.get("configs", ()), *command[1:]),
         module=mode == "module",
@@ -313,6 +315,8 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         max_restarts=given["max_restarts"],
         min_nodes=launcher.options.min_nodes,
         spares=launcher.options.spares,
+        checks_health=given["health"] or given["exclude_unhealthy"],
+        excludes_unhealthy=given["exclude_unhealthy"],
         hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
         first_attempt=given["first_attempt"],
         log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zlaunch.supervisor.verdict import Outcome
 
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
-FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares")
+FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares", "exclude_unhealthy")
 NEEDS_NODES = "it needs a --hostfile or a SLURM job of several nodes"
 NEEDS_DEBUGPY = "--debug needs debugpy: pip install 'zlaunch[debug]'"
 _CLOCKS_S = 5.0

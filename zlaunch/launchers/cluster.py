@@ -79,6 +79,11 @@ class ClusterLauncher(Launcher):
         close_all([node for node in nodes if node.host not in chosen])
         return [node for node in nodes if node.host in chosen], errors
 
+    def gpus_of(self, node: Node) -> Sequence[str]:
+        """Return the GPUs of the chosen slots. A slot that is not there is named by the plan."""
+        devices = node.facts.devices
+        return [devices[slot] for slot in self._chosen()[node.host] if slot < len(devices)]
+
     def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
         """End the processes that a run has left on hosts whose agents have died; return those without any."""
         return sweep_hosts(lost, self.open_transport, run_id)

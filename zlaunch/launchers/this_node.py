@@ -66,6 +66,12 @@ class ThisNodeLauncher(Launcher):
             return [], [error]
         return [Node(link, own_facts(with_network=False))], []
 
+    def gpus_of(self, node: Node) -> Sequence[str]:
+        """Return the GPUs that the workers see."""
+        workers = self.first_plan.nodes[0].workers
+        visible = [worker.env.get("CUDA_VISIBLE_DEVICES", "").split(",") for worker in workers]
+        return tuple(dict.fromkeys(token for tokens in visible for token in tokens if token))
+
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Return this machine's plan of an attempt."""
         return self.first_plan if attempt == 0 else self.own_plan(attempt)

@@ -34,7 +34,8 @@ class Handshake:
         elif command == "checkup":
             from zlaunch.system.checkup import own_checkup
 
-            self._send(own_checkup(str(message["workdir"]), message["nccl_setting"]).as_event())
+            workdir, gpus = str(message["workdir"]), [str(token) for token in message["gpus"]]
+            self._send(own_checkup(workdir, message["nccl_setting"], gpus).as_event())
         elif command == "sweep":
             self._sweep(message)
         elif command == "listen":

@@ -44,6 +44,10 @@ class Agents:
         for node in self._nodes.values():
             node.link.transport.send({"cmd": "ping", "idle_s": _IDLE_S})
 
+    def drop(self, hosts: Collection[str]) -> None:
+        """End the agents of these hosts."""
+        close_all([self._nodes.pop(host) for host in hosts if host in self._nodes])
+
     def keep(self, links: Sequence[Link]) -> None:
         """Take note that only these are left."""
         self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
@@ -124,6 +128,7 @@ class Hosts:
         self.needed = self.wanted if min_nodes is None else min_nodes
         self._spares = list(self._all[self.wanted :])
         self._may_shrink = min_nodes is not None
+        self._unhealthy: set[str] = set()
 
     @property
     def spares(self) -> list[str]:
@@ -132,11 +137,17 @@ class Hosts:
 
     @property
     def absent(self) -> list[str]:
-        """List the hosts that are gone."""
-        return [host for host in self._all if host not in self.used and host not in self._spares]
+        """List the hosts that are gone and may come back. An unhealthy host answers all the time, and would
+        end one attempt after another.
+        """
+        others = {*self.used, *self._spares, *self._unhealthy}
+        return [host for host in self._all if host not in others]
 
-    def lose(self, lost: Collection[str]) -> str:
-        """Go on without lost hosts, if that is possible; return what to tell the user, "" if it is not."""
+    def lose(self, lost: Collection[str], unhealthy: Collection[str] = ()) -> str:
+        """Go on without lost and unhealthy hosts, if that is possible; return what to tell the user, "" if it
+        is not.
+        """
+        lost = {*lost, *unhealthy}
         gone = [host for host in self.used if host in lost]
         taken = dict(zip(gone, self._spares, strict=False))
         left = tuple(taken.get(host, host) for host in self.used if host in taken or host not in gone)
@@ -144,6 +155,7 @@ class Hosts:
         if not gone or not (whole or (self._may_shrink and len(left) >= self.needed)):
             return ""
         self._spares = self._spares[len(taken) :]
+        self._unhealthy |= set(unhealthy)
         self.used = left
         said = [f"{spare} takes the place of {host}" for host, spare in taken.items()]
         if not whole:

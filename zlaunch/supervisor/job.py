@@ -13,6 +13,7 @@ from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
+from zlaunch.supervisor.checkups import find_unhealthy
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
 from zlaunch.supervisor.end import REFUSED_CODE, End
 from zlaunch.supervisor.hosts import Agents, Hosts, Returns
@@ -43,6 +44,10 @@ class Job(ABC):
         """Start an agent on each host; `say` tells the user what it waits for."""
 
     @abstractmethod
+    def gpus_of(self, node: Node) -> Sequence[str]:
+        """Return the GPUs that the run uses on a node, as tokens of CUDA_VISIBLE_DEVICES."""
+
+    @abstractmethod
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
 
@@ -66,6 +71,10 @@ class Limits:
     """Go on without dead nodes while so many are left; None: all are needed."""
     spares: int = 0
     """Hosts, the last ones, that take the place of dead ones."""
+    checks_health: bool = False
+    """Start workers on healthy nodes alone."""
+    excludes_unhealthy: bool = False
+    """Go on without unhealthy nodes as without dead ones; otherwise they end the run."""
     hang_timeout_s: float = 0.0
     first_attempt: int = 0
     """The number of the first attempt: earlier ones were a queue's."""
@@ -196,18 +205,9 @@ def _attempt(
     limits: Limits,
     attempt: int,
 ) -> Outcome:
-    nodes, errors = agents.connect(hosts.used)
-    while errors:
-        for error in errors:
-            console.error(f"{error.host}: {error.text}")
-        said = hosts.lose([error.host for error in errors])
-        if not said:
-            if len(hosts.used) > 1:
-                text = f"{len(errors)} of {len(hosts.used)} nodes cannot take part; nothing was started"
-                console.error(text)
-            return _refused_by(errors)
-        console.message(said)
-        nodes, errors = agents.connect(hosts.used)
+    nodes = _gather(job, agents, hosts, console, limits)
+    if isinstance(nodes, Outcome):
+        return nodes
     try:
         rendezvous = None
         if len(nodes) > 1:
@@ -242,6 +242,30 @@ def _attempt(
         clean = job.sweep(died, plan.run_id)
         outcome = replace(outcome, left={host: at for host, at in outcome.left.items() if host not in clean})
     return outcome
+
+
+def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Limits) -> list[Node] | Outcome:
+    """Return the nodes of an attempt: all of them answer, and are healthy where that is asked for."""
+    while True:
+        nodes, dead = agents.connect(hosts.used)
+        workdir = job.options.workdir
+        sick = find_unhealthy(nodes, workdir, job.gpus_of, console) if limits.checks_health else []
+        errors = [*dead, *sick]
+        if not errors:
+            return nodes
+        for error in errors:
+            console.error(f"{error.host}: {error.text}")
+        dead_hosts, sick_hosts = [error.host for error in dead], [error.host for error in sick]
+        agents.drop(sick_hosts)
+        said = "" if sick and not limits.excludes_unhealthy else hosts.lose(dead_hosts, sick_hosts)
+        if not said:
+            if len(hosts.used) > 1:
+                text = f"{len(errors)} of {len(hosts.used)} nodes cannot take part; nothing was started"
+                console.error(text)
+            if sick and len(hosts.used) > 1 and not limits.excludes_unhealthy:
+                console.message("--exclude_unhealthy continues without them, with --min_nodes or --spares")
+            return _refused_by(errors)
+        console.message(said)
 
 
 def _refused_by(errors: Sequence[NodeError]) -> Outcome:

@@ -1,6 +1,6 @@
-"""Ask a node about itself for `zlaunch doctor`, and find what is wrong with the answers.
+"""Ask a node about itself for `zlaunch doctor` and `--health`, and find what is wrong with the answers.
 
-`own_checkup` runs on the node, in the agent; `judge` is pure and runs where doctor was called.
+`own_checkup` runs on the node, in the agent; `judge` is pure and runs where zlaunch was called.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zlaunch import __version__
+from zlaunch.runtime.memory.host import host_bytes
 from zlaunch.system.facts import Facts
+from zlaunch.system.gpu_health import GpuReport, examine_gpus
 from zlaunch.system.network import interface_addresses, open_listener
 
 _MAX_SKEW_S = 1.0
 _MIN_DISK_BYTES = 1 << 30
+_MIN_MEMORY_BYTES = 1 << 30
 _MIN_SHM_BYTES = 64 << 20
 _MIN_NOFILE = 1024
 
@@ -36,6 +39,10 @@ class Checkup:
     """Names of all GPUs that the driver knows, hidden ones included."""
     driver: str | None
     """Version of NVIDIA's kernel module."""
+    memory_free_bytes: int
+    """Bytes of memory that the system and the control groups leave to workers."""
+    gpu_report: GpuReport
+    """The GPUs that were asked about."""
     disk_free_bytes: int | None
     """Bytes free in the working folder; None when there is no such folder."""
     shm_free_bytes: int | None
@@ -53,25 +60,35 @@ class Checkup:
 
     def as_event(self) -> dict[str, Any]:
         """Return the checkup as an event, for the way to the launcher."""
-        return {"type": "checkup", **{name: getattr(self, name) for name in self.__slots__}}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {"type": "checkup", **values, "gpu_report": self.gpu_report.as_dict()}
 
     @staticmethod
     def from_event(event: Mapping[str, Any]) -> Checkup:
         """Read what `as_event` has written. Raises KeyError when something is missing."""
         values = {name: event[name] for name in Checkup.__slots__}
-        return Checkup(**{**values, "models": tuple(values["models"])})
+        gpus = GpuReport.from_dict(values["gpu_report"])
+        return Checkup(**{**values, "models": tuple(values["models"]), "gpu_report": gpus})
 
 
 # -- on the node -------------------------------------------------------------------------------
 
 
-def own_checkup(workdir: str, nccl_setting: str | None) -> Checkup:
-    """Check this machine, as this process may use it; `nccl_setting` (else our own) is NCCL_SOCKET_IFNAME."""
+def own_checkup(workdir: str, nccl_setting: str | None, gpus: Sequence[str] = ()) -> Checkup:
+    """Check this machine, as this process may use it.
+
+    Args:
+        workdir: the folder that workers would run in.
+        nccl_setting: NCCL_SOCKET_IFNAME; None: our own.
+        gpus: tokens of CUDA_VISIBLE_DEVICES whose health is examined.
+    """
     setting = nccl_setting or os.environ.get("NCCL_SOCKET_IFNAME") or None
     return Checkup(
         torch=_torch_version(),
         models=gpu_models(),
         driver=driver_version(),
+        memory_free_bytes=host_bytes(),
+        gpu_report=examine_gpus(gpus),
         disk_free_bytes=_free_bytes(workdir),
         shm_free_bytes=_free_bytes("/dev/shm"),
         memlock_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
@@ -195,6 +212,8 @@ class Problem:
     text: str
     advice: str = ""
     """What to do; empty where the text says it."""
+    unhealthy: bool = False
+    """Tells whether `--health` refuses the host for it."""
 
 
 def judge(reports: Sequence[HostReport]) -> list[Problem]:
@@ -243,9 +262,15 @@ def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool
     disk = checkup.disk_free_bytes
     if disk is None:
         advice = "start in a folder that all hosts have, or launch with --workdir"
-        yield problem("error", "disk", f"there is no working folder {report.workdir}", advice)
+        text = f"there is no working folder {report.workdir}"
+        yield problem("error", "disk", text, advice, unhealthy=True)
     elif disk < _MIN_DISK_BYTES:
-        yield problem("warning", "disk", f"{size(disk)} free in {report.workdir}", "make room")
+        text = f"{size(disk)} free in {report.workdir}"
+        yield problem("warning", "disk", text, "make room", unhealthy=True)
+    if checkup.memory_free_bytes < _MIN_MEMORY_BYTES:
+        text = f"{size(checkup.memory_free_bytes)} of memory free"
+        yield problem("warning", "memory", text, "end what takes it", unhealthy=True)
+    yield from _gpu_health(report.host, checkup.gpu_report)
     shm = checkup.shm_free_bytes
     if shm is None or shm < _MIN_SHM_BYTES:
         text = "there is no /dev/shm" if shm is None else f"{size(shm)} free in /dev/shm"
@@ -267,6 +292,18 @@ def _resources(report: HostReport, checkup: Checkup, gpus: int, *, several: bool
         yield problem(
             "warning", "NCCL", text, "if they cannot reach each other by the first, choose with --iface"
         )
+
+
+def _gpu_health(host: str, found: GpuReport) -> Iterator[Problem]:
+    """Yield what is wrong with the GPUs themselves."""
+    if found.unknown:
+        text = f"the health of its GPUs is unknown: {found.unknown}"
+        advice = "pip install 'zlaunch[health]' there" if "nvidia-ml-py" in found.unknown else ""
+        yield Problem(host, "warning", "GPUs", text, advice, unhealthy=True)
+    for gpu in found.gpus:
+        if problems := gpu.problems():
+            text = f"GPU {gpu.token}: {'; '.join(problems)}"
+            yield Problem(host, "warning", "GPUs", text, "nvidia-smi -q shows more", unhealthy=True)
 
 
 def _goes_astray(meets_by: str, checkup: Checkup) -> bool:

@@ -45,3 +45,9 @@ def test_each_spare_takes_one_place() -> None:
 def test_a_host_that_takes_no_part_is_no_loss() -> None:
     hosts = Hosts(("a", "b"), spares=1, min_nodes=None)
     assert hosts.lose(["b"]) == "" and hosts.lose([]) == "" and hosts.used == ("a",)
+
+
+def test_an_unhealthy_host_is_not_taken_back() -> None:
+    hosts = Hosts(("a", "b", "c", "d"), spares=1, min_nodes=2)
+    assert hosts.lose(["a"], ["b"]) == "d takes the place of a; going on with 2 of 3 nodes, without b"
+    assert (hosts.used, hosts.absent) == (("d", "c"), ["a"])

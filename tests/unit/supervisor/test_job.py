@@ -69,6 +69,9 @@ class FakeJob(Job):
         facts: Any = None
         return Node(link, facts)
 
+    def gpus_of(self, node: Node) -> Sequence[str]:
+        return ()
+
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         self.met.append(rendezvous)
         worker = WorkerPlan(0, 0, {}, ("x",))
@@ -412,3 +415,53 @@ def test_an_error_of_our_own_ends_the_run_with_a_record_and_without_agents(scene
     with pytest.raises(RuntimeError, match="bug"):
         one.run(fail, max_restarts=3)
     assert one.recorded() == 1 and sorted(one.job.ended) == ["a", "b"]
+
+
+@pytest.fixture
+def sick(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Hosts that are not healthy."""
+    hosts: set[str] = set()
+
+    def find(nodes: Sequence[Node], *_about: Any) -> list[NodeError]:
+        return [NodeError(node.host, "it is not healthy: hot") for node in nodes if node.host in hosts]
+
+    monkeypatch.setattr(module, "find_unhealthy", find)
+    return hosts
+
+
+def test_an_unhealthy_node_ends_the_run_before_a_worker_starts(scene: MakeScene, sick: set[str]) -> None:
+    sick.add("b")
+    one = scene("a", "b", "s")
+    outcome = one.run(checks_health=True, spares=1, min_nodes=1)
+    assert outcome.end == End(2, "host refused", ("b",)) and one.attempts == []
+    assert "b: it is not healthy: hot" in one.said() and "--exclude_unhealthy continues" in one.said()
+    assert sorted(one.job.ended) == ["a", "b"]
+
+
+def test_nobody_asks_for_the_health_without_the_option(scene: MakeScene, sick: set[str]) -> None:
+    sick.add("a")
+    assert scene("a").run(Outcome(0)) == Outcome(0)
+
+
+def test_unhealthy_nodes_are_left_out_as_dead_ones_are(scene: MakeScene, sick: set[str]) -> None:
+    health = {"checks_health": True, "excludes_unhealthy": True}
+    sick.update(("b", "s"))
+    one = scene("a", "b", "c", "s")
+    assert one.run(FAILED, Outcome(0), spares=1, min_nodes=2, max_restarts=1, **health) == Outcome(0)
+    assert one.attempts == [(0, ("a", "c")), (1, ("a", "c"))]
+    assert "s takes the place of b" in one.said() and "without s" in one.said()
+    assert one.job.ended.count("b") == 1 and one.job.connected.count("b") == 1, "it is not taken back"
+    two = scene("a", "b")
+    outcome = two.run(min_nodes=2, **health)
+    assert outcome.end == End(2, "host refused", ("b",)) and two.attempts == []
+
+
+def test_a_node_that_gets_sick_is_left_out_of_the_next_attempt(scene: MakeScene, sick: set[str]) -> None:
+    def gets_sick() -> Outcome:
+        sick.add("b")
+        return FAILED
+
+    one = scene("a", "b")
+    health = {"checks_health": True, "excludes_unhealthy": True}
+    assert one.run(gets_sick, Outcome(0), min_nodes=1, max_restarts=1, **health) == Outcome(0)
+    assert one.attempts == [(0, ("a", "b")), (1, ("a",))]

@@ -26,6 +26,7 @@ from zlaunch.system.checkup import (
     size,
 )
 from zlaunch.system.facts import Facts
+from zlaunch.system.gpu_health import GpuHealth, GpuReport
 from zlaunch.system.network import own_address_towards
 
 GIB = 1 << 30
@@ -42,6 +43,8 @@ CHECKUP = Checkup(
     torch="2.6.0",
     models=(),
     driver=None,
+    memory_free_bytes=64 * GIB,
+    gpu_report=GpuReport(),
     disk_free_bytes=100 * GIB,
     shm_free_bytes=8 * GIB,
     memlock_bytes=8 << 20,
@@ -50,6 +53,8 @@ CHECKUP = Checkup(
     nccl_interface="eth0",
     listen_error="",
 )
+HOT = GpuReport((GpuHealth("0"), GpuHealth("1", temperature_c=95, slowdown_c=90)))
+NO_NVML = GpuReport(unknown="nvidia-ml-py is not installed there")
 GPUS: dict[str, Any] = {"devices": ("0", "1")}
 H100: dict[str, Any] = {"models": ("NVIDIA H100",) * 2, "driver": "550.54.15", "memlock_bytes": None}
 
@@ -90,6 +95,9 @@ def test_good_hosts_have_no_problems() -> None:
         (report(checkup={"listen_error": "Permission denied"}), "error", "node 0", "Permission denied"),
         (report(checkup={"disk_free_bytes": None}), "error", "disk", "no working folder /data"),
         (report(checkup={"disk_free_bytes": GIB - 1}), "warning", "disk", "free in /data"),
+        (report(checkup={"memory_free_bytes": GIB - 1}), "warning", "memory", "of memory free"),
+        (gpu_report(checkup={"gpu_report": HOT}), "warning", "GPUs", "GPU 1: 95 C, and it slows down at 90"),
+        (gpu_report(checkup={"gpu_report": NO_NVML}), "warning", "GPUs", "unknown: nvidia-ml-py is not"),
         (report(checkup={"shm_free_bytes": 63 << 20}), "warning", "shm", "63 MiB free in /dev/shm"),
         (report(checkup={"shm_free_bytes": None}), "warning", "shm", "no /dev/shm"),
         (report(skew_s=-3.21), "warning", "clock", "3.2 s behind"),
@@ -115,8 +123,15 @@ def test_one_problem(bad: HostReport, level: str, check: str, words: str) -> Non
     assert bool(problem.advice) != check.startswith(("host", "node 0")) or "listen" in problem.text
 
 
+def test_health_is_memory_disk_and_gpus() -> None:
+    bad = {"torch": None, "nofile": 1, "memory_free_bytes": 1, "disk_free_bytes": 1, "gpu_report": HOT}
+    found = judge([gpu_report("n1", checkup=bad)])
+    assert [problem.check for problem in found if problem.unhealthy] == ["disk", "memory", "GPUs"]
+    assert any(problem.unhealthy for problem in judge([report(checkup={"disk_free_bytes": None})]))
+
+
 def test_limits_are_limits() -> None:
-    well = {"disk_free_bytes": GIB, "shm_free_bytes": 64 << 20, "nofile": 1024}
+    well = {"memory_free_bytes": GIB, "disk_free_bytes": GIB, "shm_free_bytes": 64 << 20, "nofile": 1024}
     assert told(report(checkup=well, skew_s=1.0)) == []
     assert told(report(checkup={"nofile": None, "memlock_bytes": None})) == []
     assert told(gpu_report(checkup={"nccl_interface": "ib0"}, meets_by="eth0")) == [], "InfiniBand is welcome"

@@ -1,0 +1,93 @@
+"""A module `pynvml` of made-up GPUs. Its names, arguments and results are those of nvidia-ml-py 13.615.71."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+NAMES = {
+    "NVML_TEMPERATURE_GPU": 0,
+    "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN": 1,
+    "NVML_CLOCK_SM": 1,
+    "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+    "NVML_VOLATILE_ECC": 0,
+    "nvmlClocksEventReasonGpuIdle": 0x1,
+    "nvmlClocksEventReasonSwPowerCap": 0x4,
+    "nvmlClocksEventReasonHwSlowdown": 0x8,
+    "nvmlClocksEventReasonSwThermalSlowdown": 0x20,
+    "nvmlClocksEventReasonHwThermalSlowdown": 0x40,
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": 0x80,
+}
+GPU: dict[str, Any] = {
+    "uuid": "GPU-0",
+    "nvmlDeviceGetTemperature": 41,
+    "nvmlDeviceGetTemperatureThreshold": 90,
+    "nvmlDeviceGetClockInfo": 345,
+    "nvmlDeviceGetMaxClockInfo": 1980,
+    "nvmlDeviceGetCurrentClocksEventReasons": 0x1,
+    "nvmlDeviceGetTotalEccErrors": 0,
+    "nvmlDeviceGetRemappedRows": (1, 0, 0, 0),
+    "nvmlDeviceGetRetiredPagesPendingStatus": 0,
+}
+"""What a healthy GPU answers. An exception is raised."""
+
+
+def make_nvml(*gpus: Mapping[str, Any], init: str = "", without: tuple[str, ...] = ()) -> ModuleType:
+    """Return the module; each of `gpus` has what differs from a healthy one.
+
+    Args:
+        init: the name of the error of nvmlInit.
+        without: functions that this version does not have.
+    """
+    made: Any = ModuleType("pynvml")
+    made.__dict__.update(NAMES)
+    made.NVMLError = type("NVMLError", (Exception,), {})
+    for name in (
+        "NotSupported",
+        "FunctionNotFound",
+        "NoPermission",
+        "GpuIsLost",
+        "NotFound",
+        "DriverNotLoaded",
+    ):
+        setattr(made, f"NVMLError_{name}", type(f"NVMLError_{name}", (made.NVMLError,), {}))
+    known = [{**GPU, "uuid": f"GPU-{index}", "bus": 0x3B + index, **gpu} for index, gpu in enumerate(gpus)]
+    calls: list[str] = made.__dict__.setdefault("calls", [])
+
+    def error(name: str, text: str = "") -> Exception:
+        kind: type[Exception] = getattr(made, f"NVMLError_{name}")
+        return kind(text or name)
+
+    def start() -> None:
+        calls.append("init")
+        if init:
+            raise error(init, "Driver Not Loaded")
+
+    def by_uuid(uuid: str) -> Any:
+        for gpu in known:
+            if uuid == gpu["uuid"]:
+                return gpu
+            if uuid in gpu.get("instances", ()):
+                return {"parent": gpu}
+        raise error("NotFound", "Not Found")
+
+    def reader(name: str) -> Any:
+        def read(handle: Mapping[str, Any], *_about: int) -> Any:
+            value = handle[name]
+            if isinstance(value, str):
+                raise error(value, "GPU is lost" if value == "GpuIsLost" else "")
+            return value
+
+        return read
+
+    made.nvmlInit = start
+    made.nvmlShutdown = lambda: calls.append("shutdown")
+    made.nvmlDeviceGetHandleByIndex = lambda index: known[index]
+    made.nvmlDeviceGetHandleByUUID = by_uuid
+    made.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = lambda handle: handle["parent"]
+    made.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(domain=0, bus=handle["bus"], device=0)
+    for name in GPU.keys() - {"uuid", *without}:
+        setattr(made, name, reader(name))
+    module: ModuleType = made
+    return module
