@@ -66,11 +66,11 @@ from .precision.policy import Precision
 from .registry.optimizers import build_optimizer, build_scheduler
 from .replicated import place_rest
 from .report import announce, describe
+from .restarts import note_engine, read_restarts
 from .sequence_parallel.apply import share_sequences
 from .shared_memory.connect import connect
 from .step_choice import choose_step, keeps_whole_gradients, prepare
 from .tensor_parallel.apply import share_layers
-from .world_sizes import read_world_sizes
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
@@ -108,7 +108,7 @@ def build_engine(
     effective = resolve(
         loaded,
         world_size=comm.world_size,
-        world_sizes=_possible_world_sizes(),
+        **read_restarts(),
         hidden_size=hidden,
         hidden_size_from=hidden_from,
     )
@@ -233,13 +233,6 @@ def _choose_kernels() -> None:
         set_mode(read_environment().kernels)
     except ValueError as error:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
-
-
-def _possible_world_sizes() -> tuple[int, ...]:
-    try:
-        return read_world_sizes(read_environment().world_sizes)
-    except ValueError as error:
-        raise ConfigError([f"ZLAUNCH_WORLD_SIZES: {error}"]) from None
 
 
 def _join_ranks(loaded: Loaded) -> Comm:
@@ -443,8 +436,10 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
 
 def _record(effective: Effective, comm: Comm, limits: Mapping[str, float]) -> None:
     run_dir = read_environment().run_dir
+    note_engine()
     if comm.rank == 0:
-        announce("environment", **describe(comm.device), limits=limits)
+        size = effective.config.train_batch_size
+        announce("environment", **describe(comm.device), limits=limits, train_batch_size=size)
     if comm.rank == 0 and run_dir:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:

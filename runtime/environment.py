@@ -29,6 +29,8 @@ class Environment:
     """``ZLAUNCH_RESUME_DIR``: the folder where the run that this one continues has saved."""
     world_sizes: str
     """``ZLAUNCH_WORLD_SIZES``: the numbers of ranks that the run may have; see ``world_sizes.py``."""
+    first_batches: str
+    """``ZLAUNCH_FIRST_BATCHES``: the global batch of each engine of the run's first attempt, as ``6 12``."""
     memory_dir: str | None
     """``ZLAUNCH_MEMORY_DIR``: a folder in the node's memory that outlives the workers, but not the run."""
     shared_memory: bool
@@ -73,6 +75,7 @@ def read_environment() -> Environment:
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         resume_dir=os.environ.get("ZLAUNCH_RESUME_DIR") or None,
         world_sizes=os.environ.get("ZLAUNCH_WORLD_SIZES", ""),
+        first_batches=os.environ.get("ZLAUNCH_FIRST_BATCHES", ""),
         memory_dir=os.environ.get("ZLAUNCH_MEMORY_DIR") or None,
         shared_memory=os.environ.get("ZLAUNCH_SHARED_MEMORY", "1") != "0",
         saved_tensor_hooks=os.environ.get("ZLAUNCH_SAVED_TENSOR_HOOKS", "1") != "0",

@@ -1,9 +1,11 @@
 """The three batch keys: completes them for a number of ranks, and checks those that a restart may have.
 
-Note [Global batch after a restart]: a run may continue on fewer ranks. A config with a micro-batch alone then
-keeps the global batch by gradient accumulation. Where that is impossible, the run says the new global batch.
-An accumulation that the config sets is never changed: the Hugging Face Trainer and accelerate set it, and
-count micro-batches themselves.
+Note [Global batch after a restart]: a run may continue on fewer ranks. A config with a micro-batch alone
+then keeps the global batch of the first attempt by gradient accumulation. Where that is impossible, the run
+says the new global batch. An accumulation that the config sets is never changed: the Hugging Face Trainer and
+accelerate set it, and count micro-batches themselves. A first attempt that starts without all nodes has the
+global batch of all of them, if its config is a file: in a dict, a script may have derived the micro-batch
+from the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ _FAR = 16
 """A fitting train_batch_size is not proposed if it is this many times the given one."""
 
 
-def complete(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int, full: int) -> str:
+def complete(
+    loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world: int, kept: int | None = None
+) -> str:
     """Complete train = micro * accumulation * ranks, by DeepSpeed's rules; return what is wrong, or "".
 
     Args:
         world: ranks that train on different samples.
-        full: their number without a failure. See Note [Global batch after a restart].
+        kept: the global batch to keep. See Note [Global batch after a restart].
     """
     train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
     if train is not None and (wrong := _mistake(train, micro, gas, world)):
@@ -39,9 +43,9 @@ def complete(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], worl
             return f"no batch size is set, give {TRAIN} or {MICRO}"
         micro = 1
         notes[MICRO] = NO_SIZE
-    if train is None and gas is None and (steps := _kept_by(loaded.config, micro, world, full)):
+    if train is None and gas is None and (steps := _find_accumulation(loaded.config, micro * world, kept)):
         gas = steps
-        notes[GAS] = f"derived: keeps the {TRAIN} {micro * full} of world size {full}"
+        notes[GAS] = f"derived: keeps the {TRAIN} {kept} of other numbers of ranks"
     if gas is None and (train is None or micro is None):
         gas = 1
         notes[GAS] = "derived: 1 unless set"
@@ -58,21 +62,25 @@ def complete(loaded: Loaded, values: dict[str, Any], notes: dict[str, str], worl
     return ""
 
 
-def find_full_samples(loaded: Loaded, world_size: int, sizes: Sequence[int]) -> int:
-    """Return how many ranks train on different samples without a failure. Where the mesh does not fit them,
-    which `check_restarts` refuses, it is the number on these ranks.
+def find_kept_batch(
+    loaded: Loaded, values: dict[str, Any], sizes: Sequence[int], first_batch: int | None
+) -> int | None:
+    """Return the global batch that an attempt keeps, if it can; None where there is none to keep. See Note
+    [Global batch after a restart].
     """
+    if first_batch is not None or loaded.origin == "<dict>" or values[MICRO] is None:
+        return first_batch
     try:
-        return mesh_shape(loaded.config, sizes[0]).samples
-    except ValueError:
-        return mesh_shape(loaded.config, world_size).samples
+        return int(values[MICRO]) * mesh_shape(loaded.config, sizes[0]).samples
+    except ValueError:  # `check_restarts` says why
+        return None
 
 
-def _kept_by(config: Config, micro: int, world: int, full: int) -> int:
-    """Return the micro-batches of a step that keep the global batch of `full` ranks; 0: none do."""
-    steps, rest = divmod(micro * full, micro * world)
-    allowed = config.managed_gradient_accumulation and not _refused_accumulation(config, steps)
-    return steps if world != full and not rest and allowed else 0
+def _find_accumulation(config: Config, one: int, kept: int | None) -> int:
+    """Return the micro-batches of a step that make a global batch of `kept`; 0: none need to, or none do."""
+    if kept is None or kept == one or kept % one or not config.managed_gradient_accumulation:
+        return 0
+    return 0 if _refused_accumulation(config, kept // one) else kept // one
 
 
 def _refused_accumulation(config: Config, steps: int) -> str:
@@ -91,7 +99,7 @@ def _refused_accumulation(config: Config, steps: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Restarts:
+class RestartCheck:
     """What a config does on the other numbers of ranks that a run may have."""
 
     problem: str = ""
@@ -100,9 +108,21 @@ class Restarts:
     """A changed global batch."""
 
 
-def check_restarts(loaded: Loaded, values: dict[str, Any], world_size: int, sizes: Sequence[int]) -> Restarts:
-    """Check a config on all numbers of ranks that the run may have, of which the first holds without a
-    failure. `values` has the given batch sizes; on `world_size` ranks they are right.
+def check_restarts(
+    loaded: Loaded,
+    given: dict[str, Any],
+    batch: int,
+    world_size: int,
+    sizes: Sequence[int],
+    first_batch: int | None,
+) -> RestartCheck:
+    """Check a config on all numbers of ranks that the run may have.
+
+    Args:
+        given: the given batch sizes, which are right on `world_size` ranks.
+        batch: the global batch there.
+        sizes: all numbers of ranks, of which the first holds without a failure.
+        first_batch: the global batch of the first attempt; None: this is the first.
     """
     wrong: dict[int, str] = {}
     samples: dict[int, int] = {}
@@ -112,28 +132,26 @@ def check_restarts(loaded: Loaded, values: dict[str, Any], world_size: int, size
         except ValueError as error:
             wrong[size] = str(error)
     if wrong:
-        return Restarts(_would_fail(wrong, "or raise --min_nodes"))
-    full = samples[sizes[0]]
+        return RestartCheck(_would_fail(wrong, "or raise --min_nodes"))
     for size in set(sizes) - {world_size}:
-        if reason := _find_problem(loaded, values, samples[size], full):
+        if reason := _find_problem(loaded, given, samples[size]):
             wrong[size] = reason
-    here = samples[world_size]
+    changed = _changed(loaded, given, batch, world_size, sizes[0], samples, first_batch)
     if not wrong:
-        return Restarts(warnings=_changed(loaded, values, world_size, sizes[0], here, full))
-    if loaded.origin == "<dict>" and None not in (values[TRAIN], values[MICRO], values[GAS]):
+        return RestartCheck(warnings=changed)
+    if loaded.origin == "<dict>" and None not in (given[TRAIN], given[MICRO], given[GAS]):
         # As the Trainer does it: a script that has all three has derived them from the number of ranks.
         unsure = f"{_would_fail(wrong, '')} unless the script derives these sizes from the number of ranks"
-        changed = _changed(loaded, values, world_size, sizes[0], here, full)
-        return Restarts(warnings=changed if world_size != sizes[0] else (unsure,))
-    return Restarts(_would_fail(wrong, _fitting(values, sorted(set(samples.values())))))
+        return RestartCheck(warnings=changed if world_size != sizes[0] else (unsure,))
+    return RestartCheck(_would_fail(wrong, _fitting(given, sorted(set(samples.values())))))
 
 
-def _find_problem(loaded: Loaded, values: dict[str, Any], world: int, full: int) -> str:
+def _find_problem(loaded: Loaded, values: dict[str, Any], world: int) -> str:
     train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
     if train is not None and (wrong := _mistake(train, micro, gas, world)):
         return wrong
     there = dict(values)
-    return complete(loaded, there, {}, world, full) or _refused_accumulation(loaded.config, there[GAS])
+    return complete(loaded, there, {}, world) or _refused_accumulation(loaded.config, there[GAS])
 
 
 def _would_fail(wrong: dict[int, str], advice: str) -> str:
@@ -161,27 +179,34 @@ def _fitting(values: dict[str, Any], worlds: Sequence[int]) -> str:
 
 
 def _changed(
-    loaded: Loaded, values: dict[str, Any], world_size: int, full_size: int, here: int, full: int
+    loaded: Loaded,
+    given: dict[str, Any],
+    batch: int,
+    world_size: int,
+    full_size: int,
+    samples: dict[int, int],
+    first_batch: int | None,
 ) -> tuple[str, ...]:
     """Return a line with the old and the new global batch, if they differ."""
-    now, before = dict(values), dict(values)
-    complete(loaded, now, {}, here, full)
-    if complete(loaded, before, {}, full, full):  # all three are given, and right on these ranks alone
-        before[TRAIN] = now[MICRO] * now[GAS] * full
-    if now[TRAIN] == before[TRAIN]:
+    micro, gas, here = given[MICRO] or 1, given[GAS], samples[world_size]
+    before, where = first_batch, "in the first attempt"
+    if before is None:
+        is_fixed = given[TRAIN] is not None and (given[MICRO] is None or gas is None)
+        before = batch if is_fixed else micro * (gas or 1) * samples[full_size]
+        where = f"on all {full_size} with the same micro-batch"
+    if batch == before:
         return ()
-    if values[GAS] is not None:
-        why = f"{GAS} is set to {values[GAS]}"
-    elif loaded.config.managed_gradient_accumulation:
-        why = f"{before[TRAIN]} is not a multiple of {MICRO} {now[MICRO]} * world size {here}"
-        if reason := _refused_accumulation(loaded.config, full // here):
-            why = reason
-    else:
+    steps, rest = divmod(before, micro * here)
+    if gas is not None:
+        why = f"{GAS} is set to {gas}"
+    elif not loaded.config.managed_gradient_accumulation:
         why = "managed_gradient_accumulation is false"
-    return (
-        f"the global batch is {now[TRAIN]} on {world_size} rank{'s' if world_size > 1 else ''}, "
-        f"and {before[TRAIN]} on all {full_size}: {why}",
-    )
+    elif rest:
+        why = f"{before} is not a multiple of {MICRO} {micro} * world size {here}"
+    else:
+        why = _refused_accumulation(loaded.config, steps) or "this is the first attempt, whose batch counts"
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    return (f"the global batch is {batch} on {ranks}, and {before} {where}: {why}",)
 
 
 def _mistake(train: int, micro: int | None, gas: int | None, world: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rank_mesh import MeshShape
-from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_full_samples
+from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
@@ -96,6 +96,7 @@ def resolve(
     *,
     world_size: int,
     world_sizes: Sequence[int] = (),
+    first_batch: int | None = None,
     hidden_size: int | None = None,
     hidden_size_from: str = "",
     default_lr: float | None = None,
@@ -103,15 +104,16 @@ def resolve(
     """Fill in "auto" and the batch keys for a run on `world_size` ranks.
 
     `world_sizes` has all numbers of ranks that the run may have after failures, the one without a failure
-    first. Raises ConfigError if the config fails on any of them. See Note [Global batch after a restart] in
-    `batch_sizes.py`.
+    first. `first_batch` is the global batch of the run's first attempt; None: this is the first. Raises
+    ConfigError if the config fails on any of these numbers of ranks. See Note [Global batch after a restart]
+    in `batch_sizes.py`.
     """
     for name, number in (("world_size", world_size), ("hidden_size", hidden_size)):
         if number is not None and number < 1:
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
     notes: dict[str, str] = dict(loaded.dropped)
-    batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes)
+    batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes, first_batch)
     problems += _params(loaded, values, notes, default_lr)
     _sizes(loaded, values, notes, hidden_size, hidden_size_from)
     if problems:
@@ -165,18 +167,24 @@ def check_batch(loaded: Loaded, world_sizes: Sequence[int]) -> None:
 
 
 def _batch(
-    loaded: Loaded, values: dict[str, Any], notes: dict[str, str], world_size: int, sizes: Sequence[int]
+    loaded: Loaded,
+    values: dict[str, Any],
+    notes: dict[str, str],
+    world_size: int,
+    sizes: Sequence[int],
+    first_batch: int | None = None,
 ) -> tuple[tuple[str, ...], list[str]]:
     """Complete the batch keys on these ranks and check them on the others that the run may have; return
     warnings and problems.
     """
     if world_size not in sizes:  # the launcher did not count these ranks: a script started them
-        sizes = (world_size,)
+        sizes, first_batch = (world_size,), None
     given = dict(values)
     here = find_mesh(loaded, world_size).samples
-    if problem := complete(loaded, values, notes, here, find_full_samples(loaded, world_size, sizes)):
+    kept = find_kept_batch(loaded, given, sizes, first_batch)
+    if problem := complete(loaded, values, notes, here, kept):
         return (), [problem]
-    restarts = check_restarts(loaded, given, world_size, sizes)
+    restarts = check_restarts(loaded, given, values[TRAIN], world_size, sizes, first_batch)
     return restarts.warnings, [restarts.problem] if restarts.problem else []
 
 

@@ -297,6 +297,13 @@ MUTATIONS = (
         ("tests/unit/system/test_gpu_health.py",),
     ),
     Mutation(
+        "zlaunch/supervisor/run_record.py",
+        'elif known.get("attempt") == attempt and',
+        "elif",
+        "a restart counts as the attempt whose global batch is kept",
+        ("tests/unit/supervisor/test_run_record.py",),
+    ),
+    Mutation(
         "zlaunch/supervisor/hosts.py",
         "others = {*self.used, *self._spares, *self._unhealthy}",
         "others = {*self.used, *self._spares}",

@@ -19,7 +19,7 @@ from zlaunch.plan.facts import NodeSpec, Part, RunFacts
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import NodePlan, Plan
 from zlaunch.supervisor.job import Job
-from zlaunch.supervisor.run_record import resume_folder
+from zlaunch.supervisor.run_record import first_batches, resume_folder
 from zlaunch.system.processes import python_module_argv
 
 if TYPE_CHECKING:
@@ -124,8 +124,9 @@ class Launcher(Job):
     ) -> Plan:
         """Make the plan of an attempt on these nodes."""
         o = self.options
+        batches = first_batches(o.run_dir, o.run_id, attempt) if attempt else ()
         return make_plan(
-            run or self.run,
+            replace(run or self.run, first_batches=batches),
             nodes,
             master_addr=address,
             master_port=port,

@@ -48,6 +48,7 @@ def common_env(
         env["ZLAUNCH_RESUME_DIR"] = resume_dir
     if len(run.world_sizes) > 1:
         env["ZLAUNCH_WORLD_SIZES"] = write_world_sizes(run.world_sizes)
+        env["ZLAUNCH_FIRST_BATCHES"] = " ".join(map(str, run.first_batches))
     given = run.environ.keys() | node.env.keys()
     usual = _default_env(node, single_node=part.node_count == 1, is_debugged=run.debug_rank is not None)
     for key, value in usual.items():

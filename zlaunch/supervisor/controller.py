@@ -294,6 +294,8 @@ class Controller:
             self.progress.take(event)
             self.console.metrics(event)
         elif kind in ("environment", "standing"):
+            if kind == "environment":
+                run_record.made_engine(self.plan, self.attempt, event)
             self.progress.take(event)
             self.hang.standing(event)
         elif kind == "checkpoint":

@@ -13,7 +13,6 @@ from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
-from zlaunch.supervisor.checkups import find_unhealthy
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
 from zlaunch.supervisor.end import REFUSED_CODE, End
 from zlaunch.supervisor.hosts import Agents, Hosts, Returns
@@ -248,8 +247,7 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
     """Return the nodes of an attempt: all of them answer, and are healthy where that is asked for."""
     while True:
         nodes, dead = agents.connect(hosts.used)
-        workdir = job.options.workdir
-        sick = find_unhealthy(nodes, workdir, job.gpus_of, console) if limits.checks_health else []
+        sick = _find_unhealthy(job, nodes, console) if limits.checks_health else []
         errors = [*dead, *sick]
         if not errors:
             return nodes
@@ -266,6 +264,12 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
                 console.message("--exclude_unhealthy continues without them, with --min_nodes or --spares")
             return _refused_by(errors)
         console.message(said)
+
+
+def _find_unhealthy(job: Job, nodes: Sequence[Node], console: Console) -> list[NodeError]:
+    from zlaunch.supervisor.checkups import find_unhealthy  # a launch that does not ask is not slower
+
+    return find_unhealthy(nodes, job.options.workdir, job.gpus_of, console)
 
 
 def _refused_by(errors: Sequence[NodeError]) -> Outcome:

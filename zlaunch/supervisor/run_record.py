@@ -69,6 +69,7 @@ class RunRecord:
 
 _FIELDS = frozenset(field.name for field in fields(RunRecord))
 CHECKPOINT = "checkpoint.json"
+_BATCHES = "batches.json"
 
 
 def _path(run_dir: str | Path) -> Path:
@@ -206,6 +207,29 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
         "time": event.get("time", time.time()),
     }
     _write(Path(plan.run_dir) / CHECKPOINT, content)
+
+
+def made_engine(plan: Plan, attempt: int, event: Mapping[str, Any]) -> None:
+    """Record the global batch of an engine in the run's first attempt that has any, in `batches.json`."""
+    size, path = event.get("train_batch_size"), Path(plan.run_dir) / _BATCHES
+    if type(size) is not int or size < 1:
+        return
+    own = {"run_id": plan.run_id, "attempt": attempt}
+    known = read_json(path)
+    if known.get("run_id") != plan.run_id:
+        _write(path, {**own, "sizes": [size]})
+    elif known.get("attempt") == attempt and isinstance(known.get("sizes"), list):
+        _write(path, {**known, "sizes": [*known["sizes"], size]})
+
+
+def first_batches(run_dir: str, run_id: str, attempt: int) -> tuple[int, ...]:
+    """Return the global batches of the engines of the run's first attempt, in their order; none before it."""
+    known = read_json(Path(run_dir) / _BATCHES)
+    sizes = known.get("sizes")
+    earlier = known.get("run_id") == run_id and known.get("attempt") != attempt
+    if not earlier or not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        return ()
+    return tuple(sizes)
 
 
 def resume_folder(

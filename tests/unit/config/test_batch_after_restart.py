@@ -16,9 +16,13 @@ from zlaunch.runtime.world_sizes import read_world_sizes, write_world_sizes
 TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def batch(source: Any, world: int, sizes: tuple[int, ...]) -> tuple[tuple[int | None, ...], str]:
-    """Return the batch sizes and the warnings of an attempt on `world` ranks."""
-    effective = resolve(load(source), world_size=world, world_sizes=sizes)
+def batch(
+    source: Any, world: int, sizes: tuple[int, ...], first: int | None = None
+) -> tuple[tuple[int | None, ...], str]:
+    """Return the batch sizes and the warnings of an attempt on `world` ranks; `first`: the global batch of
+    the first attempt.
+    """
+    effective = resolve(load(source), world_size=world, world_sizes=sizes, first_batch=first)
     config = effective.config
     found = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     return found, "\n".join(effective.batch_warnings)
@@ -35,22 +39,31 @@ def refusal(source: Any, sizes: tuple[int, ...]) -> str:
 def test_a_micro_batch_alone_keeps_the_global_batch_by_accumulation() -> None:
     sizes = (4, 1, 2, 3)
     assert batch({MICRO: 2}, 4, sizes) == ((8, 2, 1), "")
-    assert batch({MICRO: 2}, 2, sizes) == ((8, 2, 2), "")
-    assert batch({MICRO: 2}, 1, sizes) == ((8, 2, 4), "")
+    assert batch({MICRO: 2}, 2, sizes, 8) == ((8, 2, 2), "")
+    assert batch({MICRO: 2}, 1, sizes, 8) == ((8, 2, 4), "")
+    assert batch({MICRO: 4}, 2, sizes, 8) == ((8, 4, 1), ""), "the script has derived it from the ranks"
 
 
 def test_a_global_batch_that_cannot_be_kept_is_said_with_the_old_one() -> None:
-    found, warning = batch({MICRO: 2}, 2, (3, 2))
+    found, warning = batch({MICRO: 2}, 2, (3, 2), 6)
     assert found == (4, 2, 1)
     assert warning == (
-        f"<dict>: the global batch is 4 on 2 ranks, and 6 on all 3: 6 is not a multiple of {MICRO} 2 * "
-        "world size 2"
+        "<dict>: the global batch is 4 on 2 ranks, and 6 in the first attempt: 6 is not a multiple of "
+        f"{MICRO} 2 * world size 2"
     )
+
+
+def test_a_first_attempt_without_all_nodes_has_the_batch_of_all_where_that_is_sure(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({MICRO: 2}))
+    assert batch(str(path), 2, (4, 2)) == ((8, 2, 2), "")
+    found, warning = batch({MICRO: 2}, 2, (4, 2))
+    assert found == (4, 2, 1) and "and 8 on all 4 with the same micro-batch" in warning
 
 
 def test_ranks_that_share_samples_count_once() -> None:
     source = {MICRO: 2, "parallel": {"tensor": 2}}
-    assert batch(source, 4, (8, 4)) == ((8, 2, 2), "")
+    assert batch(source, 4, (8, 4), 8) == ((8, 2, 2), "")
     assert "a restart on 3 ranks, which --min_nodes or --spares allows, would fail: parallel.tensor: 2" in (
         refusal(source, (4, 3))
     )
@@ -59,14 +72,14 @@ def test_ranks_that_share_samples_count_once() -> None:
 @pytest.mark.parametrize("more", [{GAS: 1}, {"managed_gradient_accumulation": False}])
 def test_who_counts_micro_batches_alone_keeps_the_count(more: dict[str, Any]) -> None:
     """The Trainer and accelerate set the accumulation, and step at their own boundaries."""
-    found, warning = batch({MICRO: 2, **more}, 2, (4, 2))
-    assert found == (4, 2, 1) and "the global batch is 4 on 2 ranks, and 8 on all 4" in warning
+    found, warning = batch({MICRO: 2, **more}, 2, (4, 2), 8)
+    assert found == (4, 2, 1) and "the global batch is 4 on 2 ranks, and 8 in the first attempt" in warning
     assert next(iter(more)) in warning
 
 
 def test_a_step_in_the_backward_pass_has_one_micro_batch() -> None:
     zero = {"stage": 2, "step_in_backward": True}
-    found, warning = batch({MICRO: 2, "zero_optimization": zero}, 2, (4, 2))
+    found, warning = batch({MICRO: 2, "zero_optimization": zero}, 2, (4, 2), 8)
     assert found == (4, 2, 1) and "zero_optimization.step_in_backward" in warning
     assert "a restart on 2 ranks" in refusal({TRAIN: 8, MICRO: 2, "zero_optimization": zero}, (4, 2))
 
@@ -111,8 +124,8 @@ def test_all_three_keys_of_a_file_are_refused_and_of_a_script_warned_of(tmp_path
     assert refusal(str(path), (3, 2)).endswith(f"leave out {GAS}, or raise --min_nodes")
     found, warning = batch(source, 3, (3, 2))
     assert found == (12, 2, 2) and "unless the script derives these sizes" in warning
-    found, warning = batch({**source, TRAIN: 8}, 2, (3, 2))
-    assert found == (8, 2, 2) and "the global batch is 8 on 2 ranks, and 12 on all 3" in warning
+    found, warning = batch({**source, TRAIN: 8}, 2, (3, 2), 12)
+    assert found == (8, 2, 2) and "the global batch is 8 on 2 ranks, and 12 in the first attempt" in warning
 
 
 def test_ranks_that_the_launcher_did_not_count_are_on_their_own() -> None:

@@ -16,8 +16,8 @@ import pytest
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import NodePlan, Plan, Program, WorkerPlan
+from zlaunch.supervisor import checkups, run_record
 from zlaunch.supervisor import job as module
-from zlaunch.supervisor import run_record
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.job import Job, Limits, run_job
 from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
@@ -425,7 +425,7 @@ def sick(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def find(nodes: Sequence[Node], *_about: Any) -> list[NodeError]:
         return [NodeError(node.host, "it is not healthy: hot") for node in nodes if node.host in hosts]
 
-    monkeypatch.setattr(module, "find_unhealthy", find)
+    monkeypatch.setattr(checkups, "find_unhealthy", find)
     return hosts
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from zlaunch.plan.plan import Program
 from zlaunch.supervisor.found_runs import find_runs
-from zlaunch.supervisor.run_record import begun, queued, read, resume_folder, saved
+from zlaunch.supervisor.run_record import (
+    begun,
+    first_batches,
+    made_engine,
+    queued,
+    read,
+    resume_folder,
+    saved,
+)
 
 
 def note(
@@ -64,3 +72,13 @@ def test_a_queued_run_keeps_its_place_and_its_command_when_it_begins(tmp_path: P
     assert record.pid == os.getpid() and record.asked is not None and record.started > record.asked
     begun(str(tmp_path / "first"), "c", ["here"], 2)  # another run, in the same folder
     assert [run.name for run in find_runs(tmp_path)] == ["second", "first"]
+
+
+def test_the_batches_of_the_first_attempt_are_kept(tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(run_id="id", run_dir=str(tmp_path))
+    assert first_batches(str(tmp_path), "id", 1) == ()
+    for attempt, size in ((0, 6), (0, 12), (1, 4), (0, "x"), (0, 0)):
+        made_engine(plan, attempt, {"train_batch_size": size})
+    assert first_batches(str(tmp_path), "id", 1) == (6, 12)
+    assert first_batches(str(tmp_path), "id", 0) == ()
+    assert first_batches(str(tmp_path), "other", 1) == ()

@@ -16,7 +16,7 @@ from zlaunch.runtime.config import load, resolve
 from zlaunch.runtime.config.field_types import Section
 from zlaunch.runtime.config.known_keys import names
 from zlaunch.runtime.environment import read_environment
-from zlaunch.runtime.world_sizes import read_world_sizes
+from zlaunch.runtime.restarts import read_restarts
 
 _unknown = absent("DeepSpeedConfig")
 _OWN = {
@@ -128,8 +128,7 @@ class DeepSpeedConfig:
         world = dist.get_world_size() if dist.is_initialized() else read_environment().world_size
         loaded = load(config)
         self._param_dict = loaded.raw
-        sizes = read_world_sizes(read_environment().world_sizes)
-        self._effective = resolve(loaded, world_size=world, world_sizes=sizes)
+        self._effective = resolve(loaded, world_size=world, **read_restarts())
         self.world_size = world
 
     def __getattr__(self, name: str) -> Any:
