@@ -92,7 +92,7 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     first = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "0")
     second = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "7")
     third = submit(folder, "--num_gpus=2", "--after=2", "train.py", FOR_EVER, "0")
-    small = submit(folder, "--num_gpus=2", "train.py", FOR_EVER, "0")
+    small = submit(folder, "--num_gpus=2", "--name=small", "--tag=a", "train.py", FOR_EVER, "0")
     wait_until(lambda: has_begun(folder, first), "the first run")
     # the second one waits for slots of the first: two are free, which are no use to it but spoken for
     jobs = queue(folder)
@@ -104,7 +104,7 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     }
     shown = " ".join(zlaunch(folder, "queue", "--queue=local").stdout.split())
     assert "for 4 slots" in shown and "after" in shown and "for 2 slots" in shown
-    early = zlaunch(folder, "wait", small, "--timeout=0.1")
+    early = zlaunch(folder, "wait", "small", "--timeout=0.1")
     assert early.returncode == 124
     stopped = zlaunch(folder, "stop", small)
     assert stopped.returncode == 2 and f"zlaunch cancel {small}" in stopped.stderr
@@ -113,6 +113,8 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     assert zlaunch(folder, "wait", first).returncode == 0
     assert zlaunch(folder, "wait", third).returncode == 1
     assert zlaunch(folder, "wait", small).returncode == 0
+    record = json.loads((folder / "runs" / small / "launcher.json").read_text())
+    assert (record["exit_code"], record["name"], record["tags"]) == (0, "small", ["a"])
     jobs = queue(folder)
     assert jobs[third]["why"] == f"not started: {second} has not ended well"
     assert not has_begun(folder, third)

@@ -41,6 +41,8 @@ class _Runs(click.types.StringParamType):
             last = bool(known)
         items = [CompletionItem("last", help="the newest run")] if last else []
         items += [CompletionItem(each.name, help=each.state) for each in known]
+        labels = dict.fromkeys(each.record.name for each in known if each.record.name)
+        items += [CompletionItem(label, help="the newest run with this name") for label in labels]
         found = [item for item in items if item.value.startswith(incomplete)]
         if "/" in incomplete or _words(param) & _FOLDERS:
             # bash's script forgets what stands before an item of this kind

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import click
 
@@ -40,6 +41,17 @@ def _debugged(_context: click.Context, _option: click.Parameter, text: str | Non
             "--env ACCELERATE_DEBUG_MODE=true"
         )
     return None if text is None else int(text)
+
+
+def _label(_context: click.Context, given: click.Parameter, value: Any) -> Any:
+    """Check names and tags: tables, addresses and command lines show them as they are."""
+    for text in value if isinstance(value, tuple) else () if value is None else (value,):
+        if not re.fullmatch(r"\w[\w@+.:=-]{0,63}", text, re.ASCII) or text == "last":
+            raise click.BadParameter(
+                f"{text!r} is not a {given.name}: use up to 64 letters, digits and . _ - + : = @, "
+                "not `last`, and begin with a letter or digit"
+            )
+    return value
 
 
 _place = partial(option, group=_PLACE)
@@ -201,6 +213,13 @@ LAUNCH = (
         common=True,
         help="Folder of logs and events.  [default: runs/TIME-ID]",
     ),
+    _output(
+        "--name",
+        metavar="NAME",
+        callback=_label,
+        help="Name of the run. Commands accept it for the newest run with this name.",
+    ),
+    _output("--tag", multiple=True, metavar="TAG", callback=_label, help="Label of the run; repeatable."),
     _output(
         "--log_ranks",
         metavar="RANKS",

@@ -224,6 +224,8 @@ def _options(
         min_nodes=given["min_nodes"],
         quiet=given["quiet"],
         verbose=given["verbose"],
+        name=given["name"] or "",
+        tags=given["tag"],
         **{
             name: given[name]
             for name in (
@@ -277,7 +279,6 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
-    from zlaunch.supervisor import run_record
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.run_folder import make_run_dir, point_latest
     from zlaunch.system.processes import die_with_parent
@@ -293,8 +294,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
         return 0
     plan = launcher.known_plan()
-    world = plan.world_size if plan is not None else 0
-    run_record.begun(run_dir, launcher.options.run_id, launcher.hosts, world, given["first_attempt"])
+    _begin(launcher, given["first_attempt"])
     console = Console(
         ranks,
         local_ranks=given.get("local_ranks"),
@@ -324,19 +324,24 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
     return launcher.on_end(run_job(launcher, console, limits), console.message)
 
 
+def _begin(launcher: Launcher, attempt: int = 0) -> None:
+    """Record that this process runs the launch."""
+    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor.run_record import Labels
+
+    o, plan = launcher.options, launcher.known_plan()
+    world = plan.world_size if plan is not None else 0
+    run_record.begun(o.run_dir, o.run_id, launcher.hosts, world, attempt, labels=Labels(o.name, o.tags))
+
+
 def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
     """Say the run's name and go on in a process of its own: True there, False in the one that may end."""
-    from zlaunch.supervisor import run_record
     from zlaunch.supervisor.detach import ended_at_logout, into_background
     from zlaunch.supervisor.run_folder import name_of
 
-    options, plan = launcher.options, launcher.known_plan()
-    path = Path(options.run_dir)
+    path = Path(launcher.options.run_dir)
     name = name_of(path)
-    world = plan.world_size if plan is not None else 0
-    if into_background(
-        path, lambda: run_record.begun(options.run_dir, options.run_id, launcher.hosts, world)
-    ):
+    if into_background(path, lambda: _begin(launcher)):
         return True
     print(name)
     if not quiet:

@@ -90,7 +90,7 @@ def _living(text: str, command: str) -> FoundRun:
 def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_json: bool) -> int:
     """List the runs in a folder, or the ranks of a run.  [default: runs]
 
-    `last` means the newest run. You can shorten run names.
+    `last` means the newest run, and a name of --name the newest run with it. You can shorten run names.
 
     States: running, ended (with the exit code), gone (the launcher was killed), on HOST (the launcher is on
     another host, where you can see more).
@@ -129,15 +129,17 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
     if chosen:
         from zlaunch.cli.tables import make_table, stdout_console
 
+        has_labels = any(run.record.label for run in chosen)
+        columns = ("run", *(("name",) if has_labels else ()), *_COLUMNS)
         console = stdout_console()
-        rows = [_row(run) for run in chosen]
-        before = [max(map(len, column)) + _BETWEEN for column in zip(_COLUMNS, *rows, strict=True)]
+        rows = [_row(run, has_label=has_labels) for run in chosen]
+        before = [max(map(len, column)) + _BETWEEN for column in zip(columns, *rows, strict=True)]
         width = max(_LEAST_COMMAND, console.width - sum(before) - _EDGES)
         commands = [run.record.command for run in chosen]
         shown = [" ".join(words) if verbose else short_command(words, width) for words in commands]
         cells = [(*row, text) for row, text in zip(rows, shown, strict=True)]
         # the run's name is there to be copied
-        console.print(make_table((*_COLUMNS, "command"), cells, whole=("run",)))
+        console.print(make_table((*columns, "command"), cells, whole=("run",)))
     else:
         ended = f"{len(everything)} {'has' if len(everything) == 1 else 'have'} ended"
         print(f"no run is running in {folder}; {ended}: --all" if everything else f"no runs in {folder}")
@@ -158,16 +160,16 @@ def _refused_as_data(path: Path, why: str, *, below: Path) -> dict[str, Any]:
     return {"run": str(path.relative_to(below)), "dir": str(path.absolute()), "state": "refused", "why": why}
 
 
-_COLUMNS = ("run", "state", "hosts", "workers", "started", "elapsed", "attempt")
+_COLUMNS = ("state", "hosts", "workers", "started", "elapsed", "attempt")
 
 
-def _row(run: FoundRun) -> tuple[str, ...]:
+def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:
     known, hosts = run.record, run.record.hosts
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
     return (
-        *(run.name, run.shown_state, shown, str(known.world_size)),
+        *(run.name, *([known.label] if has_label else ()), run.shown_state, shown, str(known.world_size)),
         *(_moment(known.started), elapsed, str(known.attempt)),
     )
 
@@ -180,7 +182,9 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
 
     rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
-    stdout_console().print(make_table(columns, rows, title=f"{run.name}: {run.shown_state}"))
+    called = f" ({run.record.label})" if run.record.label else ""
+    title = f"{run.name}{called}: {run.shown_state}"
+    stdout_console().print(make_table(columns, rows, title=title))
 
 
 def _moment(epoch_s: float) -> str:

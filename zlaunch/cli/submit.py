@@ -209,7 +209,8 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
                 f"--run_dir {given['run_dir']}: the folder already contains a run: use another one"
             )
         nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
-        run_record.queued(str(path), o.run_id, nodes, workers, shown)
+        labels = run_record.Labels(o.name, o.tags)
+        run_record.queued(str(path), o.run_id, nodes, workers, shown, labels)
         (path / CONSOLE_LOG).touch()
         os.close(lock)  # the next to hold it is the run's launcher
         try:
@@ -304,7 +305,7 @@ def batch_of(asked: Asked) -> BatchScript:
         nodes=nodes,
         gpus_per_node=gpus,
         time=about["limit"],
-        job_name=Path(command[0]).stem or None,
+        job_name=given["name"] or Path(command[0]).stem or None,
         python=sys.executable,
         requeue=given["requeue"] or about["preemptible"],
         sbatch=tuple(extra),

@@ -61,6 +61,9 @@ class Options:
     """The rank that waits for a debugger before its script runs."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
+    name: str = ""
+    """What the user calls the run."""
+    tags: tuple[str, ...] = ()
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
 

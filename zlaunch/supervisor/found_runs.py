@@ -151,7 +151,8 @@ def find_run(text: str) -> FoundRun:
     if places[0].is_dir():
         check_run_folder(places[0])
         raise LaunchError(f"{text!r} is not a run's folder: it has no launcher.json")
-    names = [run.name for run in find_runs(Path(DEFAULT_FOLDER))]
+    known_here = find_runs(Path(DEFAULT_FOLDER))
+    names = [run.name for run in known_here] + [run.record.name for run in known_here if run.record.name]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     near = difflib.get_close_matches(text, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
@@ -169,24 +170,29 @@ def check_run_folder(folder: Path) -> None:
 
 
 def meant(text: str) -> str:
-    """Return a run's name or folder; `last` is the newest run, unless one has that name. The beginning of a
-    name, or of the part behind its last dash, will do where no other run has it.
+    """Return the name or folder of the run that a word means.
+
+    `last` is the newest run, and a name of `--name` the newest run that has it. A unique prefix of a folder's
+    name, or of the part after its last dash, is enough.
 
     Raises LaunchError where there is no run, or more than one.
     """
     if any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
         return text
+    known = find_runs(Path(DEFAULT_FOLDER))
     if text != "last":
+        if named := [run for run in known if text and run.record.name == text]:
+            return str(named[-1].path)
         found = [
             run
-            for run in find_runs(Path(DEFAULT_FOLDER))
+            for run in known
             if text and (run.name.startswith(text) or run.name.rpartition("-")[2].startswith(text))
         ]
         if len(found) > 1:
             names = ", ".join(run.name for run in found[-3:])
             raise LaunchError(f"{text!r} matches {len(found)} runs, such as {names}: use a longer prefix")
         return str(found[0].path) if found else text
-    if not (known := find_runs(Path(DEFAULT_FOLDER))):
+    if not known:
         raise LaunchError(f"last: no runs in {Path(DEFAULT_FOLDER).absolute()}: name the folder of a run")
     return str(known[-1].path)
 

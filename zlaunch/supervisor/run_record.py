@@ -10,13 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zlaunch.plan.plan import Plan, Program, without_secrets
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.end import End
 from zlaunch.system import boot_clock
 from zlaunch.system.processes import pid_namespace, start_ticks
+
+
+class Labels(NamedTuple):
+    """Holds what the user calls a run."""
+
+    name: str = ""
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,14 @@ class RunRecord:
     """The boot of the host that `start_ticks` counts from; "" where it is not known."""
     pid_namespace: int = 0
     """The pid namespace that `pid` belongs to; 0 where it is not known."""
+    name: str = ""
+    """The user's name for it; its folder's name is another one."""
+    tags: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return its name and tags as people read them."""
+        return " ".join((*([self.name] if self.name else ()), *(f"#{tag}" for tag in self.tags)))
 
     @property
     def came(self) -> float:
@@ -109,10 +124,23 @@ def started(plan: Plan, attempt: int) -> None:
     begun(plan.run_dir, plan.run_id, hosts, plan.world_size, attempt)
 
 
-def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, attempt: int = 0) -> None:
-    """Record that this process runs a launch, whose nodes may have to be reached yet."""
+def begun(
+    run_dir: str,
+    run_id: str,
+    hosts: Sequence[str],
+    world_size: int,
+    attempt: int = 0,
+    *,
+    labels: Labels | None = None,
+) -> None:
+    """Record that this process runs a launch, whose nodes may have to be reached yet. Without ``labels``, it
+    keeps those of the record.
+    """
     known = read(run_dir)
-    asked = known if known is not None and known.run_id == run_id and known.asked is not None else None
+    known = known if known is not None and known.run_id == run_id else None
+    asked = known if known is not None and known.asked is not None else None
+    if labels is None:
+        labels = Labels() if known is None else Labels(known.name, known.tags)
     record = RunRecord(
         run_id=run_id,
         host=socket.gethostname(),
@@ -126,6 +154,7 @@ def begun(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, atte
         asked=None if asked is None else asked.asked,
         boot=boot_clock.boot_id(),
         pid_namespace=pid_namespace(),
+        **labels._asdict(),
     )
     _write(_path(run_dir), asdict(record))
 
@@ -152,7 +181,14 @@ QUEUE_FOLDER = ".queue"
 """In a run's folder: what its queue keeps there."""
 
 
-def queued(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, command: Sequence[str]) -> None:
+def queued(
+    run_dir: str,
+    run_id: str,
+    hosts: Sequence[str],
+    world_size: int,
+    command: Sequence[str],
+    labels: Labels | None = None,
+) -> None:
     """Record a run that waits until its queue starts it. Raises OSError."""
     with Folder(Path(run_dir)) as folder:
         (folder.path / QUEUE_FOLDER).mkdir(exist_ok=True)
@@ -167,6 +203,7 @@ def queued(run_dir: str, run_id: str, hosts: Sequence[str], world_size: int, com
         command=without_secrets(command),
         started=(now := time.time()),
         asked=now,
+        **(labels or Labels())._asdict(),
     )
     _write(_path(run_dir), asdict(record))
 
@@ -261,15 +298,15 @@ def read(run_dir: str | Path) -> RunRecord | None:
     """Read the record of a run's folder; None where there is none, or the folder is not trusted."""
     data = read_json(_path(run_dir))
     try:
-        bad_hosts = tuple(data.get("bad_hosts", ()))
-        lists = {"hosts": tuple(data["hosts"]), "command": tuple(data["command"]), "bad_hosts": bad_hosts}
+        lists = {name: tuple(data[name]) for name in ("hosts", "command")}
+        lists |= {name: tuple(data.get(name, ())) for name in ("bad_hosts", "tags")}
         mine = {name: data[name] for name in _FIELDS & data.keys()}  # a later version may have more
         record = RunRecord(**{**mine, **lists})
     except (TypeError, KeyError):
         return None
     cause = () if record.cause is None else (record.cause,)
-    own = (record.run_id, record.host, record.boot, *cause)
-    texts = (*own, *record.hosts, *record.command, *record.bad_hosts)
+    own = (record.run_id, record.host, record.boot, record.name, *cause)
+    texts = (*own, *record.hosts, *record.command, *record.bad_hosts, *record.tags)
     numbers = (
         *(record.pid, record.start_ticks, record.pid_namespace),
         *(record.world_size, record.attempt, record.started),

@@ -59,6 +59,8 @@ class RunSummary:
     came: float = 0.0
     """When its command line was given, in seconds since the epoch."""
     command: str = ""
+    label: str = ""
+    """Its name and tags."""
 
 
 @dataclass(slots=True)
@@ -232,6 +234,7 @@ def _summarise(
         "hosts": record.hosts,
         "came": record.came,
         "command": " ".join(record.command),
+        "label": record.label,
     }
     time.localtime(record.came)  # raises for a time that no page can show
     if progress is None:

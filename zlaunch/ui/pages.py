@@ -91,11 +91,13 @@ def _run_row(run: RunSummary) -> Html:
             why=run.why,
         )
     return html(
-        '<tr data-name="{key} {state} {command}"><td><input type="checkbox" name="run" value="{key}" '
-        'aria-label="Choose {key}"></td><td><a href="{link}">{key}</a></td><td>{shown}</td>'
+        '<tr data-name="{key} {label} {state} {command}"><td><input type="checkbox" name="run" value="{key}" '
+        'aria-label="Choose {key}"></td><td><a href="{link}">{key}</a>{called}</td><td>{shown}</td>'
         '<td>{progress}</td><td>{loss}</td><td data-label="workers">{workers}</td>'
         '<td data-label="started">{started}</td><td class="command">{command}</td></tr>',
         key=run.key,
+        label=run.label,
+        called=html('<br><span class="soft">{label}</span>', label=run.label) if run.label else _NOTHING,
         link=address("/run", name=as_text(run.key)),
         state=run.state,
         shown=_state(run.state, run.why),

@@ -14,6 +14,7 @@ STARTED = 1_790_000_000.0
 def write_run(
     folder: Path,
     name: str,
+    /,
     *,
     steps: int = 3,
     log: str = "",

@@ -1,0 +1,84 @@
+"""Test names and tags of runs: what is accepted, kept, shown, and found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.ui.folders import STARTED, write_run
+from zlaunch.cli.main import main
+from zlaunch.errors import LaunchError
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.found_runs import find_run, meant
+from zlaunch.supervisor.run_record import Labels
+from zlaunch.ui.board import Board
+from zlaunch.ui.pages import list_page
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of runs, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "runs"
+
+
+def test_a_name_means_the_newest_run_that_has_it(runs: Path) -> None:
+    write_run(runs, "2026-aaa", name="baseline", started=STARTED)
+    write_run(runs, "2026-bbb", name="baseline", started=STARTED + 9)
+    write_run(runs, "2026-ccc", name="base", started=STARTED + 20)
+    assert meant("baseline") == "runs/2026-bbb"
+    assert meant("base") == "runs/2026-ccc", "a whole name, not the beginning of others"
+    write_run(runs, "base2-ddd", started=STARTED + 30)
+    assert meant("base") == "runs/2026-ccc", "before the beginning of a folder's name"
+    assert meant("last") == "runs/base2-ddd"
+    with pytest.raises(LaunchError, match="did you mean 'baseline'"):
+        find_run(meant("baselin"))
+
+
+def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:
+    run_record.queued(str(tmp_path), "id", ["n1"], 1, ["x.py"], Labels("nightly", ("a", "b")))
+    run_record.begun(str(tmp_path), "id", ["n1"], 1, 1)  # as an attempt begins
+    record = run_record.read(tmp_path)
+    assert record is not None
+    assert (record.name, record.tags, record.label) == ("nightly", ("a", "b"), "nightly #a #b")
+    run_record.begun(str(tmp_path), "another", ["n1"], 1)
+    record = run_record.read(tmp_path)
+    assert record is not None and record.label == ""
+
+
+@pytest.mark.parametrize("word", ["", "last", "-x", "a b", "a/b", "x" * 65, "é", "a\n"])
+@pytest.mark.parametrize("option", ["name", "tag"])
+def test_what_is_no_label_is_refused(
+    runs: Path, word: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs.parent / "x.py").touch()
+    for command in ([], ["submit"]):
+        assert main([*command, f"--{option}={word}", "x.py"]) == 2
+        assert f"is not a {option}: use up to 64 letters" in capsys.readouterr().err
+    assert not runs.exists()
+
+
+def test_ps_and_the_pages_show_them(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(runs, "plain")
+    assert main(["ps", "--all"]) == 0
+    assert " name " not in capsys.readouterr().out
+    write_run(runs, "labelled", name="wide", tags=["lr=3e-4"], started=STARTED + 5)
+    assert main(["ps", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert " name " in out and "wide #lr=3e-4" in out
+    assert main(["ps", "wide"]) == 0
+    assert "labelled (wide #lr=3e-4): ended 0" in " ".join(capsys.readouterr().out.split())
+    assert main(["ps", "--all", "--json"]) == 0
+    assert {run["run"]: (run["name"], run["tags"]) for run in json.loads(capsys.readouterr().out)} == {
+        "plain": ("", []),
+        "labelled": ("wide", ["lr=3e-4"]),
+    }
+    board = Board(runs)
+    page = str(list_page(board, board.runs()).main)
+    assert 'data-name="labelled wide #lr=3e-4 ended 0' in page
+    assert '<span class="soft">wide #lr=3e-4</span>' in page
+    assert main(["report", "wide"]) == 0
+    assert "<td>name</td><td>wide #lr=3e-4</td>" in (runs / "labelled" / "report.html").read_text()
