@@ -64,6 +64,17 @@ class Folder:
         """Return a path to this very folder, whatever its name leads to by now."""
         return Path(f"/proc/self/fd/{self._fd}")
 
+    def write(self, name: str, data: bytes, mode: int = 0o666) -> None:
+        """Write a whole file. A reader sees the old content or the new one. Raises OSError."""
+        temporary = self.path / f".{name}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+                file.write(data)
+            temporary.replace(self.path / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
     def close(self) -> None:
         """Close the folder."""
         os.close(self._fd)

@@ -147,7 +147,6 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     Raises click.UsageError and LaunchError.
     """
     from zlaunch.cli.run import prepare
-    from zlaunch.plan.plan import without_secrets
     from zlaunch.queue.demand import find_demand
     from zlaunch.queue.process_settings import ProcessSettings
     from zlaunch.queue.store import QueuedJob, Store, Submission
@@ -199,7 +198,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         settings=ProcessSettings.of_this_process(),
     )
     per_node = demand.per_node or max(map(len, demand.pool.values()))
-    shown = without_secrets([*(word for _, word in options), *command])
+    line = [*(word for _, word in options), *command]
     environ = {name: value for name, value in os.environ.items() if name != "ZLAUNCH_RUN_ID"}
     with uninterrupted():  # what is marked as queued is in the queue
         lock = make_run_dir(path)
@@ -210,7 +209,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
             )
         nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
         labels = run_record.Labels(o.name, o.tags)
-        run_record.queued(str(path), o.run_id, nodes, workers, shown, labels)
+        run_record.queued(str(path), o.run_id, nodes, workers, line, labels)
         (path / CONSOLE_LOG).touch()
         os.close(lock)  # the next to hold it is the run's launcher
         try:

@@ -20,7 +20,7 @@ SECRET_WORDS = (
 )
 """Words in the names of variables and options whose values are secret."""
 # No [\w.-]* in front: searching for it would take the square of the length of a long argument.
-_ASSIGNED = rf"(?:{SECRET_WORDS})[\w.-]*="
+ASSIGNED = rf"(?:{SECRET_WORDS})[\w.-]*="
 IN_ADDRESS = r"://[^/@\s]+@"
 NOT_SHOWN = "(not shown)"
 LOCAL_HOST = "localhost"
@@ -39,7 +39,7 @@ def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
     for argument in arguments:
         if secret_follows and not argument.startswith("-"):
             shown.append(NOT_SHOWN)
-        elif found := re.search(_ASSIGNED, argument, re.IGNORECASE):
+        elif found := re.search(ASSIGNED, argument, re.IGNORECASE):
             shown.append(argument[: found.end()] + NOT_SHOWN)
         else:
             shown.append(re.sub(IN_ADDRESS, f"://{NOT_SHOWN}@", argument))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-from zlaunch.plan.plan import IN_ADDRESS, NOT_SHOWN, SECRET_WORDS, is_secret, without_secrets
+from zlaunch.plan.plan import ASSIGNED, IN_ADDRESS, NOT_SHOWN, SECRET_WORDS, is_secret, without_secrets
 
 Span = tuple[int, int]
 
@@ -66,6 +66,7 @@ IN_CONTEXT = {
 """Secrets that can be told by what stands before them. The group is what is taken out."""
 
 _WORD = re.compile(SECRET_WORDS, re.IGNORECASE)
+_VALUE_OF_SECRET = re.compile(rf"({ASSIGNED})([\s\S]*)", re.IGNORECASE)
 _NAME_END = re.compile(r"[\w.-]*")
 _NAME_START = re.compile(r"[\w.-]*\Z")
 _GAP = r"((?:[ \t]|\x1b\[[0-9;]*m)*)"  # blanks and colours
@@ -117,6 +118,22 @@ def redact(text: str, values: Sequence[str] = (), start: int = 0, stop: int | No
     A secret that lies across the edge of the part is taken out as a whole: half of it is not left.
     """
     return _without(text, [*_given(text, values), *_by_form(text), *_by_name(text)], start, stop)
+
+
+def redact_arguments(arguments: Sequence[str], values: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return a command line without secrets, argument by argument."""
+    shown: list[str] = []
+    name = ""
+    for argument in arguments:
+        if name and not argument.startswith("-") and not _is_harmless(name, argument):
+            shown.append(NOT_SHOWN)
+        elif (found := _VALUE_OF_SECRET.search(argument)) and not _is_harmless(found[1], found[2]):
+            shown.append(argument[: found.start(2)] + NOT_SHOWN)  # all of it, blanks too
+        else:
+            shown.append(redact(argument, values)[0])
+        is_name = argument.startswith("-") and "=" not in argument and is_secret(argument)
+        name = argument if is_name else ""
+    return tuple(shown)
 
 
 def redact_json(text: str, values: Sequence[str] = (), indent: int | None = None) -> tuple[str, int]:

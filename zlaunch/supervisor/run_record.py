@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zlaunch.plan.plan import Plan, Program, without_secrets
+from zlaunch.plan.plan import Plan, Program
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.end import End
+from zlaunch.supervisor.redact import redact_arguments, secret_values
 from zlaunch.system import boot_clock
 from zlaunch.system.processes import pid_namespace, start_ticks
 
@@ -108,14 +109,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     try:
         with Folder(path.parent) as folder:
-            temporary = folder.path / f"{path.stem}.{os.getpid()}"
-            try:
-                temporary.write_text(json.dumps(content, indent=1) + "\n")
-                temporary.replace(folder.path / path.name)
-            except OSError:
-                temporary.unlink(missing_ok=True)
+            folder.write(path.name, (json.dumps(content, indent=1) + "\n").encode())
     except OSError:  # a full disk must not end the training
         pass
+
+
+def _shown(command: Sequence[str]) -> tuple[str, ...]:
+    return redact_arguments(command, secret_values(os.environ))
 
 
 def started(plan: Plan, attempt: int) -> None:
@@ -148,7 +148,7 @@ def begun(
         start_ticks=start_ticks(os.getpid()) or 0,
         hosts=tuple(hosts),
         world_size=world_size,
-        command=without_secrets(sys.argv[1:]) if asked is None else asked.command,
+        command=_shown(sys.argv[1:]) if asked is None else asked.command,
         started=time.time(),
         attempt=attempt,
         asked=None if asked is None else asked.asked,
@@ -200,7 +200,7 @@ def queued(
         start_ticks=0,
         hosts=tuple(hosts),
         world_size=world_size,
-        command=without_secrets(command),
+        command=_shown(command),
         started=(now := time.time()),
         asked=now,
         **(labels or Labels())._asdict(),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.plan.plan import NOT_SHOWN
-from zlaunch.supervisor.redact import redact, redact_json, secret_values
+from zlaunch.supervisor.redact import redact, redact_arguments, redact_json, secret_values
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="()"), max_size=60)
 SECRETS = st.text(
@@ -179,3 +179,13 @@ def test_long_words_take_no_square_of_their_length(text: str) -> None:
     """The test would not end otherwise."""
     redact(text)
     redact(text + "\n")
+
+
+def test_a_command_line_keeps_its_plain_numbers_and_loses_its_secrets() -> None:
+    plain = ("train.py", "--num_key_value_heads=8", "--pad_token_id", "0", "--lr=3e-4", "--auth", "--verbose")
+    assert redact_arguments(plain) == plain
+    secret = ("--api_key", "abc", "--env=HF_TOKEN=a b", f"--note={HF}", "s3://me:pw@host/x", "known-value")
+    assert redact_arguments(secret, ["known-value"]) == (
+        *("--api_key", NOT_SHOWN, f"--env=HF_TOKEN={NOT_SHOWN}", f"--note={NOT_SHOWN}"),
+        *(f"s3://{NOT_SHOWN}@host/x", NOT_SHOWN),
+    )

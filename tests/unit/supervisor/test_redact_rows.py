@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zlaunch.plan.plan import NOT_SHOWN, SECRET_WORDS, is_secret, without_secrets
-from zlaunch.supervisor.redact import FAMILIES, FAMILIES_OF_WORDS, redact, redact_json, secret_values
+from zlaunch.supervisor.redact import (
+    FAMILIES,
+    FAMILIES_OF_WORDS,
+    redact,
+    redact_arguments,
+    redact_json,
+    secret_values,
+)
 
 SOME = "0a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6"
 TOKENS = {
@@ -139,12 +146,13 @@ def check(name: str) -> None:
     assert redact(f"{name}: {value}\nx") == (f"{name}: {NOT_SHOWN}\nx", 1)
     assert redact(f"--{name} {value} x") == (f"--{name} {NOT_SHOWN} x", 1)
     assert redact_json(f'{{"{name}":"{value}"}}') == (f'{{"{name}":"{NOT_SHOWN}"}}', 1)
-    assert without_secrets([f"--{name}", value, f"--{name}={value}", "x"]) == (
-        f"--{name}",
-        NOT_SHOWN,
-        f"--{name}={NOT_SHOWN}",
-        "x",
-    )
+    for hide in (without_secrets, redact_arguments):
+        assert hide([f"--{name}", value, f"--{name}={value}", "x"]) == (
+            f"--{name}",
+            NOT_SHOWN,
+            f"--{name}={NOT_SHOWN}",
+            "x",
+        )
     assert value in secret_values({name: value})
 
 

@@ -114,3 +114,14 @@ def test_the_path_leads_to_what_was_checked(tmp_path: Path) -> None:
         folder.mkdir()  # what another user could put there
         (checked.path / "file").touch()
     assert (tmp_path / "moved" / "file").exists() and not (folder / "file").exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    with Folder(tmp_path) as folder:
+        folder.write("note", b"one", 0o600)
+        folder.write("note", b"two")
+        (tmp_path / "taken").mkdir()
+        with pytest.raises(IsADirectoryError):
+            folder.write("taken", b"x")
+    assert (tmp_path / "note").read_bytes() == b"two"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["note", "taken"], "no half of a file stays"
