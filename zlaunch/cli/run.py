@@ -279,7 +279,9 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
+    from zlaunch.supervisor import run_record
     from zlaunch.supervisor.job import Limits, run_job
+    from zlaunch.supervisor.provenance import Provenance
     from zlaunch.supervisor.run_folder import make_run_dir, point_latest
     from zlaunch.system.processes import die_with_parent
     from zlaunch.view.console import Console
@@ -321,7 +323,17 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         first_attempt=given["first_attempt"],
         log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
     )
-    return launcher.on_end(run_job(launcher, console, limits), console.message)
+    if plan is not None and all(worker.rank for node in plan.nodes for worker in node.workers):
+        provenance = None  # the launcher of rank 0 writes it
+    else:
+        record = run_record.read(run_dir)
+        command = record.command if record is not None else ()
+        provenance = Provenance(launcher.options, command, given["first_attempt"])
+        provenance.begin()
+    outcome = run_job(launcher, console, limits, provenance)
+    for problem in provenance.end() if provenance is not None else ():
+        console.error(f"{problem}; the run's record is incomplete")
+    return launcher.on_end(outcome, console.message)
 
 
 def _begin(launcher: Launcher, attempt: int = 0) -> None:

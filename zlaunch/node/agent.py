@@ -28,6 +28,7 @@ from zlaunch.node.descriptors import Descriptors
 from zlaunch.node.ending import Due, Ending
 from zlaunch.node.oom import oom_counters, oom_rose
 from zlaunch.node.pacing import Pacing
+from zlaunch.node.package_list import PackageList
 from zlaunch.node.preload import Preloader, pids_of, start_standby
 from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.uplink import Uplink, take_user_input
@@ -73,6 +74,8 @@ class Agent:
         self.ended = False
         self.standby: Preloader | None = None
         """Has the modules of all workers imported, for the next attempt."""
+        self.packages: PackageList | None = None
+        """The process that lists the packages, from when the launcher asks for them."""
         self.leaving = False
         """Tells that no other plan is waited for: the launcher is gone, or a signal has asked for the end."""
         self._await_plan()
@@ -185,6 +188,8 @@ class Agent:
                 # The worker alone, not what it has started: "save and stop", "show your stacks".
                 with suppress(OSError):
                     os.kill(pid, int(message["signum"]))
+        elif command == "packages":
+            self._list_packages()
         elif command == "preload":
             worker = WorkerPlan(**message["worker"])
             if preloader := start_standby(worker, message["modules"], message["cwd"]):
@@ -317,6 +322,36 @@ class Agent:
         ticks = start_ticks(worker.pid) or 0
         self._report("spawn", rank=plan.rank, local_rank=plan.local_rank, pid=worker.pid, start_ticks=ticks)
 
+    def _list_packages(self) -> None:
+        """Start listing the packages of this interpreter while the workers run."""
+        is_listing = self.packages is not None and self.packages.fd is not None
+        if self.plan is None or is_listing or self._all_exited():
+            return
+        try:
+            self.packages = PackageList(self.plan.nodes[0].workers[0].env, self.plan.cwd)
+        except OSError as error:
+            self._report("packages", why=f"cannot list them: {error}")
+            return
+        self.descriptors.watch(self.packages.fd, self._on_packages)
+
+    def _on_packages(self) -> None:
+        assert self.packages is not None
+        if (about := self.packages.read()) is not None:
+            self._report("packages", **about)
+            self._stop_listing()
+
+    def _stop_listing(self) -> None:
+        """Kill the listing: it must not make a run longer."""
+        if self.packages is not None and self.packages.fd is not None:
+            self.descriptors.close(self.packages.fd)
+            self.packages.fd = None
+            self.packages.kill()
+
+    def _not_leftovers(self) -> tuple[int, ...]:
+        """Return the processes of this agent's own that the end of an attempt does not wait for."""
+        listing = None if self.packages is None else self.packages.pid
+        return (*pids_of(self.standby), *(() if listing is None else (listing,)))
+
     def _pipe_bytes(self) -> int:
         """Return the size of a pipe for output. All together are bounded: beyond /proc/sys/fs/
         pipe-user-pages-soft, a user's new pipes have room for a page or two.
@@ -349,6 +384,8 @@ class Agent:
             elif self.standby is not None and pid == self.standby.pid:
                 self.standby.close()
                 self.standby = None
+            elif self.packages is not None and pid == self.packages.pid:
+                self.packages.pid = None
 
     def _on_exit(self, worker: Worker, code: int) -> None:
         self._drain(worker)
@@ -358,6 +395,8 @@ class Agent:
             reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
         about = {"rank": worker.plan.rank, "pid": worker.pid, "returncode": code, "reason": reason}
         self._report("exit", **about, after_stop=self.ending.stopping)
+        if self._all_exited():
+            self._stop_listing()
 
     def _drain(self, worker: Worker) -> None:
         """Take what a dead worker left in its pipes; their end may never come, grandchildren hold them."""
@@ -411,7 +450,7 @@ class Agent:
 
     def _await_leftovers(self, run_id: str) -> None:
         """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
-        found = run_processes(run_id, ancestor=os.getpid(), spared=pids_of(self.standby))
+        found = run_processes(run_id, ancestor=os.getpid(), spared=self._not_leftovers())
         if not found:
             self._end()
         elif self.ending.stopping and not self.leftovers_asked:
@@ -423,7 +462,9 @@ class Agent:
         """Kill all that is left, take the last output, and report the end of the attempt."""
         assert self.plan is not None
         signal_groups(self._living(), signal.SIGKILL)
-        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=pids_of(self.standby), reap=self._reap)
+        self._stop_listing()
+        spared = self._not_leftovers()
+        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=spared, reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
             for fd in (*worker.streams, worker.event_fd):

@@ -122,7 +122,7 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
 def _imported(name: str, *, module: bool) -> set[str]:
     """Return the top-level packages that the source of a Python target names in its imports."""
     try:
-        text = _source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
+        text = source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
     except (OSError, ImportError, ValueError):
         return set()
     lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
@@ -141,7 +141,7 @@ def launch_options_of_the_script(command: Sequence[str], *, module: bool) -> str
     if not suspects:
         return None
     try:
-        text = _source_of(command[0], module=module).read_text(encoding="utf-8", errors="replace")
+        text = source_of(command[0], module=module).read_text(encoding="utf-8", errors="replace")
     except (OSError, ImportError, ValueError):
         return None
     text = text.replace("-", "_")
@@ -154,7 +154,7 @@ def launch_options_of_the_script(command: Sequence[str], *, module: bool) -> str
     )
 
 
-def _source_of(name: str, *, module: bool) -> Path:
+def source_of(name: str, *, module: bool) -> Path:
     if not module:
         return Path(name)
     spec = _find(name.partition(".")[0])

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.heartbeat import Heartbeat
 from zlaunch.supervisor.nodes import SLOW_S, Left, Link
+from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.supervisor.signal_wakeup import SignalWakeup
 from zlaunch.supervisor.verdict import Outcome, Verdict
@@ -58,11 +60,13 @@ class Controller:
         log_bytes: int | None = None,
         attempt: int = 0,
         regroups: Callable[[], bool] = lambda: False,
+        provenance: Provenance | None = None,
     ) -> None:
         """Take the plan and started agents. `regroups` tells whether another attempt with more nodes may
         begin as soon as the run has saved.
         """
         self.regroups, self.regrouping = regroups, False
+        self.provenance = provenance
         self.plan, self.log_bytes = plan, log_bytes
         self.console, self.links, self.attempt = console, links, attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
@@ -252,6 +256,10 @@ class Controller:
         if kind == "eof":
             self._on_eof(index)
             return
+        if kind == "packages":
+            if self.provenance is not None:
+                self.provenance.take_packages(event)
+            return
         if kind == "silent":
             if index in self.open_nodes:
                 self.open_nodes.discard(index)
@@ -279,6 +287,7 @@ class Controller:
             self.starting.discard(event["rank"])
             if not self.starting:
                 self.console.waiting("", 0.0)
+                self._on_all_started()
             process = Process(event["pid"], event["start_ticks"])
             self.started[index].append(process)
             if self.links[index].transport.local:
@@ -342,6 +351,12 @@ class Controller:
             self.console.message(f"a debugger is attached to rank {event['rank']}")
         else:
             self.console.text(advice(event["rank"], event["host"], event.get("address"), event.get("port")))
+
+    def _on_all_started(self) -> None:
+        """Find out what the run is made of, where this launcher has rank 0."""
+        for link, node in zip(self.links, self.plan.nodes, strict=True):
+            if self.provenance is not None and any(worker.rank == 0 for worker in node.workers):
+                self.provenance.workers_started(partial(link.transport.send, {"cmd": "packages"}))
 
     def _regroup(self) -> None:
         """End the attempt if a node that was gone is back: what it has done is saved."""
@@ -435,7 +450,8 @@ class Controller:
     def _sweep(self) -> None:
         """Leave no process of the run on this machine, where its agent is gone."""
         if any(link.transport.local for index, link in enumerate(self.links) if index not in self.waiting):
-            sweep(self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid())
+            spared = () if self.provenance is None else self.provenance.pids
+            sweep(self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid(), spared=spared)
 
     def _finish(self) -> None:
         """Leave no process of the run on this machine and no agent, but those that wait for another attempt,

@@ -17,6 +17,7 @@ from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
 from zlaunch.supervisor.end import REFUSED_CODE, End
 from zlaunch.supervisor.hosts import Agents, Hosts, Returns
 from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say, find_rendezvous
+from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
@@ -86,11 +87,11 @@ class Limits:
         return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
 
 
-def run_job(job: Job, console: Console, limits: Limits) -> Outcome:
+def run_job(job: Job, console: Console, limits: Limits, provenance: Provenance | None = None) -> Outcome:
     """Run the job until it ends well, or no restart is left."""
     with _signals_between_attempts() as at_end:
         try:
-            outcome = _run(job, console, limits)
+            outcome = _run(job, console, limits, provenance)
         except _Stopped as stopped:
             at_end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
@@ -144,19 +145,21 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
             signal.signal(signum, handler)
 
 
-def _run(job: Job, console: Console, limits: Limits) -> Outcome:
+def _run(job: Job, console: Console, limits: Limits, provenance: Provenance | None) -> Outcome:
     agents = Agents(job.connect, console.waiting)
     try:
-        return _attempts(job, agents, console, limits)
+        return _attempts(job, agents, console, limits, provenance)
     finally:
         agents.end()
 
 
-def _attempts(job: Job, agents: Agents, console: Console, limits: Limits) -> Outcome:
+def _attempts(
+    job: Job, agents: Agents, console: Console, limits: Limits, provenance: Provenance | None
+) -> Outcome:
     hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
     attempt, restarts, port_retried, pause_s = limits.first_attempt, 0, False, _FIRST_PAUSE_S
     while True:
-        outcome = _attempt(job, agents, hosts, console, limits, attempt)
+        outcome = _attempt(job, agents, hosts, console, limits, attempt, provenance)
         if not outcome.signum:
             _await_leases(outcome.left, console)
         attempt += outcome.started
@@ -203,6 +206,7 @@ def _attempt(
     console: Console,
     limits: Limits,
     attempt: int,
+    provenance: Provenance | None,
 ) -> Outcome:
     nodes = _gather(job, agents, hosts, console, limits)
     if isinstance(nodes, Outcome):
@@ -228,6 +232,7 @@ def _attempt(
         log_bytes=limits.log_bytes,
         attempt=attempt,
         regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
+        provenance=provenance,
     )
     try:
         outcome = controller.run()

@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -20,6 +21,7 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SCAN_PAUSE_S = 0.02
+_LOWEST_PRIORITY = 19
 
 
 class Process(NamedTuple):
@@ -50,6 +52,16 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def yield_to_others(pid: int) -> None:
+    """Give a process the lowest priority, also against processes of other sessions, as far as it goes."""
+    for act in (
+        lambda: os.setpriority(os.PRIO_PROCESS, pid, _LOWEST_PRIORITY),
+        lambda: Path(f"/proc/{pid}/autogroup").write_text(str(_LOWEST_PRIORITY)),  # of the whole session
+    ):
+        with suppress(OSError):
+            act()
 
 
 def adopt_orphans() -> None:
@@ -118,8 +130,8 @@ def run_processes(
     """List every living process of the run, except this one.
 
     `run_id` is looked for in environments, `sessions` are leaders of sessions, `ancestor` is a process whose
-    descendants count, but for those `spared`. A session whose leader's id belongs to a later process is not
-    the run's any more.
+    descendants count, but for those `spared` and their descendants. A session whose leader's id belongs to a
+    later process is not the run's any more.
     """
     marker = b"\0ZLAUNCH_RUN_ID=" + os.fsencode(run_id) + b"\0" if run_id is not None else None
     own = os.getpid()
@@ -152,7 +164,7 @@ def run_processes(
     todo = [] if ancestor is None else list(children.get(ancestor, ()))
     while todo:
         pid = todo.pop()
-        if pid != own:
+        if pid != own and pid not in spared:
             found.add(pid)
             todo += children.get(pid, ())
     return [Process(pid, start[pid]) for pid in found - {own, *spared}]

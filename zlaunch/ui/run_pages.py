@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import FoundRun
+from zlaunch.supervisor.provenance import PROVENANCE
 from zlaunch.supervisor.redact import redact
 from zlaunch.system.events import Event
 from zlaunch.view.page import RunPage
@@ -68,10 +70,23 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
         ("state", f"{run.shown_state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
     ]
+    rows += _code(run_record.read_json(run.path / PROVENANCE))
     if progress.step is not None:
         rows.append(("steps", f"{progress.step}" + (f" of {progress.steps}" if progress.steps else "")))
     if progress.checkpoints:
         rows.append(("last checkpoint", progress.checkpoints[-1][1]))
+    return rows
+
+
+def _code(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the commit and the seed of a run, as far as they are known."""
+    git, rows = provenance.get("git"), []
+    if isinstance(git, dict) and git.get("commit"):
+        branch = f" on {git['branch']}" if git.get("branch") else ""
+        changes = ", with uncommitted changes" if git.get("dirty") else ""
+        rows.append(("commit", f"{git['commit']}{branch}{changes}"))
+    if provenance.get("seed") is not None:
+        rows.append(("seed", str(provenance["seed"])))
     return rows
 
 

@@ -363,3 +363,34 @@ def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> Non
     assert "/saved" in (tmp_path / "checkpoint.json").read_text()
     known = run_record.read(tmp_path)
     assert known is not None and known.pid == os.getpid() and known.hosts == ("n0", "n1")
+
+
+class FakeProvenance:
+    """Remembers what the controller does with it."""
+
+    pids = ()
+
+    def __init__(self) -> None:
+        self.asks: list[Any] = []
+        self.taken: list[Event] = []
+
+    def workers_started(self, ask: Any) -> None:
+        self.asks.append(ask)
+        ask()
+
+    def take_packages(self, event: Event) -> None:
+        self.taken.append(event)
+
+
+def test_the_node_of_rank_0_lists_its_packages_once_all_workers_have_started(scene: Scene) -> None:
+    provenance: Any = FakeProvenance()
+    scene.controller.provenance = provenance
+    for rank in (0, 1):
+        scene.say(rank, {"type": "spawn", "local_rank": 0, "pid": 1, "start_ticks": 1})
+        scene.say(rank, {"type": "packages", "lines": [f"a=={rank}"]})
+        scene.end(rank)
+    assert scene.run().code == 0
+    assert len(provenance.asks) == 1
+    assert [agent.commands().count("packages") for agent in scene.agents] == [1, 0]
+    assert sorted(event["lines"] for event in provenance.taken) == [["a==0"], ["a==1"]]
+    assert "packages" not in Path(scene.plan.run_dir, "events.jsonl").read_text()

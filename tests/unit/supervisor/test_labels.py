@@ -80,5 +80,11 @@ def test_ps_and_the_pages_show_them(runs: Path, capsys: pytest.CaptureFixture[st
     page = str(list_page(board, board.runs()).main)
     assert 'data-name="labelled wide #lr=3e-4 ended 0' in page
     assert '<span class="soft">wide #lr=3e-4</span>' in page
+    git = {"commit": "0a1b2c", "branch": "trunk", "dirty": True}
+    provenance = {"git": git, "seed": "7"}
+    (runs / "labelled" / "provenance.json").write_text(json.dumps(provenance))
     assert main(["report", "wide"]) == 0
-    assert "<td>name</td><td>wide #lr=3e-4</td>" in (runs / "labelled" / "report.html").read_text()
+    report = (runs / "labelled" / "report.html").read_text()
+    assert "<td>commit</td><td>0a1b2c on trunk, with uncommitted changes</td>" in report
+    assert "<td>seed</td><td>7</td>" in report
+    assert "<td>name</td><td>wide #lr=3e-4</td>" in report

@@ -126,6 +126,7 @@ def test_descendants_count_but_for_those_spared_and_this_process(sleeper: Popen)
     assert now in run_processes(ancestor=os.getpid())
     assert now not in run_processes(ancestor=os.getpid(), spared=[now.pid])
     assert os.getpid() not in {process.pid for process in run_processes(ancestor=os.getppid())}
+    assert now not in run_processes(ancestor=os.getppid(), spared=[os.getpid()]), "a spared one's child"
 
 
 def test_a_sweep_counts_each_process_once_and_looks_until_none_is_left(
