@@ -61,4 +61,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "root removes the snapshots of other users",
         ("tests/unit/system/test_memory.py",),
     ),
+    Mutation(
+        "zlaunch/supervisor/git_state.py",
+        "        os.killpg(process.pid, signal.SIGKILL)\n",
+        "        process.kill()\n",
+        "what a hanging git has started stays behind",
+        ("tests/unit/supervisor/test_git_state.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/code_state.py",
+        '    text, secrets = redact(script["text"], values)\n',
+        '    text, secrets = script["text"], 0\n',
+        "the copy of a script shows its secrets",
+        ("tests/unit/supervisor/test_provenance.py",),
+    ),
+    Mutation(
+        "zlaunch/node/agent.py",
+        "        if self._all_exited():\n            self._stop_listing()\n",
+        "",
+        "the list of packages makes a run longer",
+        ("tests/unit/node/test_packages.py",),
+    ),
 )

@@ -27,6 +27,7 @@ SUBCOMMANDS = {
     "ps": "zlaunch.cli.runs:ps",
     "queue": "zlaunch.cli.queue:queue",
     "report": "zlaunch.cli.report:report",
+    "rerun": "zlaunch.cli.rerun:rerun",
     "slurm": "zlaunch.cli.slurm:slurm",
     "stacks": "zlaunch.cli.runs:stacks",
     "stop": "zlaunch.cli.runs:stop",
@@ -39,7 +40,7 @@ SUBCOMMANDS = {
 }
 """Subcommand -> `module:attribute` of its click command."""
 COMMAND_GROUPS = {
-    "Run": ("attach", "wait", "stop"),
+    "Run": ("attach", "wait", "stop", "rerun"),
     "Watch": ("ps", "logs", "watch", "report", "ui", "stacks", "bundle"),
     "Jobs": ("submit", "queue", "cancel", "sweep"),
     "Before a run": ("init", "config", "estimate", "tune", "doctor", "bench"),

@@ -1,0 +1,163 @@
+"""Test what `zlaunch rerun` makes of a recorded run, without starting one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.supervisor.test_git_state import git
+from tests.unit.ui.folders import write_run
+from zlaunch.cli.main import main
+from zlaunch.node.packages import list_packages
+from zlaunch.supervisor.git_state import read_git
+
+NAME = "runs/2026-aaa"
+"""How the run is called."""
+
+
+class Scene:
+    """A project under git with one run; and what the command prints."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.script = folder / "train.py"
+        self.script.write_text("lr = 1\n")
+        (folder / ".gitignore").write_text("runs\n")
+        git(folder, "init", "-q")
+        git(folder, "add", ".")
+        git(folder, "commit", "-qm", "first")
+        self.run_dir = write_run(folder / "runs", "2026-aaa", name="base")
+        (self.run_dir / "packages.txt").write_text("".join(f"{line}\n" for line in list_packages()))
+        (self.run_dir / "script.py").write_text("lr = 1\n")
+        state = read_git(folder, 60.0)
+        self.record: dict[str, Any] = {
+            "version": 1,
+            "command": ["--num_gpus", "2", "train.py", "--seed", "1"],
+            "cwd": str(folder),
+            "script": {
+                "path": str(self.script),
+                "sha256": hashlib.sha256(self.script.read_bytes()).hexdigest(),
+                "copy": "script.py",
+            },
+            "git": {
+                **{"folder": str(folder), "commit": state.commit, "why": ""},
+                **{"diff": "git.diff", "diff_sha256": state.diff_hash},
+            },
+            "packages": {"file": "packages.txt"},
+        }
+
+    def rerun(self, *arguments: str, **changes: Any) -> tuple[int, str, str]:
+        """Rerun with a changed record; give the exit code and what is printed."""
+        (self.run_dir / "provenance.json").write_text(json.dumps({**self.record, **changes}))
+        code = main(["rerun", "--dry_run", *(arguments or ("base",))])
+        printed = self.capsys.readouterr()
+        return code, printed.out, printed.err
+
+    def refusal(self, *command: str, **changes: Any) -> str:
+        """The error of a command line that cannot be run again."""
+        if command:
+            changes["command"] = list(command)
+        code, out, err = self.rerun(**changes)
+        assert (code, out) == (2, "") and err.startswith("zlaunch rerun: error: ")
+        return err.removeprefix("zlaunch rerun: error: ")
+
+    def warnings(self, **changes: Any) -> list[str]:
+        code, _, err = self.rerun(**changes)
+        assert code == 0
+        return [line.removeprefix("zlaunch: warning: ") for line in err.splitlines()]
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Scene:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return Scene(tmp_path, capsys)
+
+
+def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
+    shown = f"cd {scene.folder}\nzlaunch --num_gpus 2 train.py --seed 1\n"
+    assert scene.rerun() == (0, shown, "")
+    more = shown.replace("--seed 1", "--seed 1 --lr '1 2'")
+    assert scene.rerun("2026-a", "--lr", "1 2") == (0, more, "")
+    line = ["run", "--run-dir=old", "--run_dir", "x", "--detach", "--run_id=y", "train.py", "--run_dir=own"]
+    _, out, _ = scene.rerun(command=line)
+    assert out.endswith("\nzlaunch --detach train.py --run_dir=own\n"), "the new run has a folder of its own"
+    code, _, err = scene.rerun("base", "--dry-run")
+    assert code == 2 and "--dry_run goes before RUN" in err
+
+
+def test_the_run_is_started_with_its_options_in_its_folder(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    started: list[Any] = []
+
+    def launch(launcher: Any, why: str, ranks: Any, given: dict[str, Any]) -> int:
+        o = launcher.options
+        started.append((o.workdir, o.program.name, o.program.args, given["num_gpus"], tuple(sys.argv[1:])))
+        return 7
+
+    monkeypatch.setattr("zlaunch.cli.run._launch", launch)
+    (scene.run_dir / "provenance.json").write_text(json.dumps(scene.record))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    monkeypatch.setattr(sys, "argv", ["zlaunch"])
+    assert main(["rerun", str(scene.run_dir), "--lr", "2"]) == 7
+    words = ("--num_gpus", "2", "train.py", "--seed", "1", "--lr", "2")
+    assert started == [(str(scene.folder), "train.py", words[3:], 2, words)]
+
+
+def test_what_is_missing_is_named(scene: Scene) -> None:
+    assert main(["rerun", "base"]) == 2
+    assert "no provenance.json: zlaunch 0.2.0" in scene.capsys.readouterr().err
+    assert scene.refusal(cwd="/gone") == f"{NAME} ran in /gone, which is gone\n"
+    said = scene.refusal("-H", "hosts", "train.py")
+    assert said == f"{NAME} used --hostfile hosts, which is gone from {scene.folder}\n"
+    secret = ["--env=HF_TOKEN=(not shown)", "train.py", "--api_key", "(not shown)"]
+    said = scene.refusal(*secret)
+    assert "are not recorded: --env=HF_TOKEN=(not shown), --api_key. Fill them in" in said
+    assert f"cd {scene.folder} && zlaunch '--env=HF_TOKEN=(not shown)' train.py" in said
+    assert "is a function that a Python program" in scene.refusal("-m", "zlaunch.node.function_call", "x")
+    assert "No such option" in scene.refusal("--gone", "train.py")
+    assert "use zlaunch 9.0, which wrote it" in scene.refusal(version=2, zlaunch="9.0")
+    for damaged in ([], "train.py", [1], None):
+        assert "provenance.json cannot be read" in scene.refusal(command=damaged)
+    scene.script.unlink()
+    copy = scene.run_dir / "script.py"
+    assert scene.refusal() == f"{NAME} ran the script {scene.script}, which is gone; its copy is {copy}\n"
+
+
+def test_each_difference_is_one_line(scene: Scene) -> None:
+    scene.script.write_text("lr = 2\n")
+    assert scene.warnings() == [
+        f"the script {scene.script} has changed since the run; its copy is {scene.run_dir}/script.py",
+        f"the uncommitted changes differ from {scene.run_dir}/git.diff",
+    ]
+    git(scene.folder, "commit", "-qam", "second")
+    before, now = scene.record["git"]["commit"][:10], git(scene.folder, "rev-parse", "HEAD")[:10]
+    assert scene.warnings()[1:] == [f"the git commit is {now} and was {before}"]
+    git(scene.folder, "checkout", "-q", "HEAD~1")
+    assert scene.warnings() == []
+    lines = (scene.run_dir / "packages.txt").read_text().splitlines()
+    others = [line for line in lines if not line.startswith("click==")]
+    (scene.run_dir / "packages.txt").write_text("\n".join([*others, "click==0.1", "-e /src  # zz==1"]))
+    (difference,) = scene.warnings()
+    assert (
+        difference.startswith("packages differ: click ") and ", was 0.1; zz is missing, was -e" in difference
+    )
+
+
+def test_what_cannot_be_compared_is_said(scene: Scene, tmp_path: Path) -> None:
+    (scene.run_dir / "packages.txt").unlink()
+    late = {"why": "not recorded: the run ended first"}
+    assert scene.warnings(git={**late, "folder": str(scene.folder)}, packages=late, script={}) == [
+        "git state not compared: not recorded: the run ended first",
+        "packages not compared: not recorded: the run ended first",
+    ]
+    gone = {"path": "/gone.py", "sha256": "x"}
+    assert scene.warnings(script=gone)[0] == "script not compared: /gone.py: No such file or directory"
+    none = {"folder": "/", "commit": "", "why": read_git(Path("/"), 60.0).why}
+    assert scene.warnings(git=none)[0].startswith("packages"), "there was no repository, and there is none"

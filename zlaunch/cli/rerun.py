@@ -1,0 +1,150 @@
+"""`zlaunch rerun`: start the command of a recorded run again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from zlaunch.cli.commands import RUN, SETTINGS, Command
+from zlaunch.errors import LaunchError
+from zlaunch.plan.options import python_there
+from zlaunch.plan.plan import NOT_SHOWN
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
+from zlaunch.supervisor.provenance import PROVENANCE, VERSION
+
+_OF_ONE_RUN = ("run_dir", "enable_each_rank_log", "run_id", "parent", "first_attempt")
+"""Options with a value that a new run must not share with the old one."""
+_FILES = ("hostfile", "ssh_config")
+_FUNCTION_CALL = "zlaunch.node.function_call"
+
+
+@click.command(
+    cls=Command,
+    context_settings={**SETTINGS, "allow_interspersed_args": False},
+    short_help="Start the command of a run again.",
+)
+@click.option("--dry_run", is_flag=True, help="Print what would run and start nothing.")
+@click.argument("run", metavar="RUN")
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+def rerun(dry_run: bool, run: str, more: tuple[str, ...]) -> int:
+    """Start RUN's command again in the same folder, with the same options. ARGS go to the script after its
+    own arguments.
+
+    The new run gets a folder of its own, and starts at once even if RUN was queued. Environment variables are
+    those of this shell. A warning names each difference in the git commit, the uncommitted changes, the
+    packages and the script.
+    """
+    if any(word.replace("-", "_") == "__dry_run" for word in more):
+        raise click.UsageError("--dry_run goes before RUN: everything after RUN goes to the script")
+    found = find_run(meant(run))
+    recorded = _read(found)
+    if not os.path.isdir(recorded.cwd):
+        raise LaunchError(f"{found.name} ran in {recorded.cwd}, which is gone")
+    folder = found.path.absolute()
+    os.chdir(recorded.cwd)
+    line = _parse(recorded.words)
+    _check(found.name, folder, recorded, line)
+    words = (*line.options, *line.command, *more)
+    from zlaunch.supervisor.code_changes import find_changes
+
+    python = python_there(line.given["venv"], line.given["remote_python"])
+    for change in find_changes(folder, recorded.known, python):
+        print(f"zlaunch: warning: {change}", file=sys.stderr)
+    if dry_run:
+        print(f"cd {shlex.quote(recorded.cwd)}")
+        print(shlex.join(["zlaunch", *words]))
+        return 0
+    from zlaunch.cli.run import run as launch
+
+    sys.argv[1:] = words  # as it is recorded
+    code: int = launch.main(args=list(words), prog_name="zlaunch", standalone_mode=False)
+    return code
+
+
+class _Recorded(NamedTuple):
+    """Holds what the record has of a command."""
+
+    words: tuple[str, ...]
+    cwd: str
+    known: dict[str, Any]
+
+
+class _Line(NamedTuple):
+    """Holds a command line that has been parsed."""
+
+    options: tuple[str, ...]
+    """The words before the script, without those of one run alone."""
+    command: tuple[str, ...]
+    given: dict[str, Any]
+
+
+def _read(run: FoundRun) -> _Recorded:
+    """Read the record of a run. Raises LaunchError."""
+    known = run_record.read_json(run.path / PROVENANCE)
+    words, cwd = known.get("command"), known.get("cwd")
+    if not known and not os.path.lexists(run.path / PROVENANCE):
+        line = shlex.join(["zlaunch", *run.record.command])
+        raise LaunchError(
+            f"{run.name} has no {PROVENANCE}: zlaunch 0.2.0 or older started it, or it never began. "
+            f"Its command was: {line}"
+        )
+    if known.get("version") != VERSION and "version" in known:
+        raise LaunchError(f"{run.path / PROVENANCE}: use zlaunch {known.get('zlaunch')}, which wrote it")
+    if not _is_line(words) or not isinstance(cwd, str):
+        raise LaunchError(f"{run.path / PROVENANCE} cannot be read")
+    return _Recorded(tuple(words or ()), cwd, known)
+
+
+def _is_line(words: Any) -> bool:
+    return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+
+
+def _parse(words: Sequence[str]) -> _Line:
+    """Split a command line at its script. Raises click.UsageError."""
+    from zlaunch.cli.run import run as launch
+
+    words = words[1:] if words[0] == RUN else words
+    with launch.make_context("zlaunch", list(words)) as context:
+        command = tuple(context.params["command"])
+        given = dict(context.params)
+    options: list[str] = []
+    rest = iter(words[: len(words) - len(command)])
+    for word in rest:
+        name, sign, _ = word.partition("=")
+        if name.removeprefix("--").replace("-", "_") not in _OF_ONE_RUN:
+            options.append(word)
+        elif not sign:
+            next(rest, None)
+    return _Line(tuple(options), command, given)
+
+
+def _check(name: str, folder: Path, recorded: _Recorded, line: _Line) -> None:
+    """Refuse what cannot be run again. Raises LaunchError."""
+    if line.given["module"] and line.command[:1] == (_FUNCTION_CALL,):
+        raise LaunchError(f"{name} is a function that a Python program launched: run that program again")
+    words = recorded.words
+    secret = [words[max(0, at - (word == NOT_SHOWN))] for at, word in enumerate(words) if NOT_SHOWN in word]
+    if secret:
+        full = shlex.join(["zlaunch", *line.options, *line.command])
+        raise LaunchError(
+            f"{name}: the secrets of its command line are not recorded: {', '.join(secret)}. "
+            f"Fill them in and run it yourself: cd {shlex.quote(recorded.cwd)} && {full}"
+        )
+    for option in _FILES:
+        path = line.given[option]
+        if path not in (None, "None") and not os.path.exists(path):
+            raise LaunchError(f"{name} used --{option} {path}, which is gone from {recorded.cwd}")
+    workdir = line.given["workdir"] or recorded.cwd
+    is_script = not line.given["module"] and not line.given["no_python"]
+    if is_script and os.path.isdir(workdir) and not os.path.exists(script := Path(workdir, line.command[0])):
+        about = recorded.known.get("script")
+        copy = folder / str(about.get("copy") if isinstance(about, dict) else "")
+        advice = f"; its copy is {copy}" if copy.is_file() else ""
+        raise LaunchError(f"{name} ran the script {script}, which is gone{advice}")
