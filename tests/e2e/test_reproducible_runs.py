@@ -59,7 +59,7 @@ def test_a_run_is_recorded_and_started_again(tmp_path: Path) -> None:
     assert about["git"]["commit"] == git(tmp_path, "rev-parse", "HEAD") and about["git"]["dirty"] is False
     packages = (first / "packages.txt").read_text().splitlines()
     assert about["packages"]["count"] == len(packages) > 10 and f"torch=={about['torch']}" in packages
-    assert (first / "script.py").read_text() == SCRIPT
+    assert (first / "script_copy.py").read_text() == SCRIPT
     record = json.loads((first / "launcher.json").read_text())
     assert (record["name"], record["tags"]) == ("base", ["small"])
 
@@ -77,7 +77,7 @@ def test_a_run_is_recorded_and_started_again(tmp_path: Path) -> None:
     assert shown.stdout == f"cd {tmp_path}\nzlaunch {' '.join(about['command'])}\n"
     assert shown.stderr.splitlines() == [
         f"zlaunch: warning: the script {tmp_path}/train.py has changed since the run; its copy is "
-        f"{first}/script.py",
+        f"{first}/script_copy.py",
         f"zlaunch: warning: the uncommitted changes differ from {first}/git.diff",
     ]
 

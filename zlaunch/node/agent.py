@@ -328,11 +328,13 @@ class Agent:
         if self.plan is None or is_listing or self._all_exited():
             return
         try:
-            self.packages = PackageList(self.plan.nodes[0].workers[0].env, self.plan.cwd)
+            listing = PackageList(self.plan.nodes[0].workers[0].env, self.plan.cwd)
         except OSError as error:
             self._report("packages", why=f"cannot list them: {error}")
             return
-        self.descriptors.watch(self.packages.fd, self._on_packages)
+        self.packages = listing
+        if listing.fd is not None:
+            self.descriptors.watch(listing.fd, self._on_packages)
 
     def _on_packages(self) -> None:
         assert self.packages is not None

@@ -214,7 +214,7 @@ def _read_script(path: Path | None) -> tuple[dict[str, str] | None, dict[str, An
     if len(data) > _MOST_SCRIPT_BYTES:
         return None, {**about, "why": f"not copied: it has more than {_MOST_SCRIPT_BYTES:,} bytes"}
     about |= {"sha256": hashlib.sha256(data).hexdigest(), "why": f"no copy: {_ENDED_FIRST}"}
-    return {"copy": f"script{path.suffix}", "text": data.decode("utf-8", "surrogateescape")}, about
+    return {"copy": f"script_copy{path.suffix}", "text": data.decode("utf-8", "surrogateescape")}, about
 
 
 def find_seed(arguments: Sequence[str]) -> str | None:

@@ -33,7 +33,7 @@ class Scene:
         git(folder, "commit", "-qm", "first")
         self.run_dir = write_run(folder / "runs", "2026-aaa", name="base")
         (self.run_dir / "packages.txt").write_text("".join(f"{line}\n" for line in list_packages()))
-        (self.run_dir / "script.py").write_text("lr = 1\n")
+        (self.run_dir / "script_copy.py").write_text("lr = 1\n")
         state = read_git(folder, 60.0)
         self.record: dict[str, Any] = {
             "version": 1,
@@ -42,7 +42,7 @@ class Scene:
             "script": {
                 "path": str(self.script),
                 "sha256": hashlib.sha256(self.script.read_bytes()).hexdigest(),
-                "copy": "script.py",
+                "copy": "script_copy.py",
             },
             "git": {
                 **{"folder": str(folder), "commit": state.commit, "why": ""},
@@ -126,14 +126,14 @@ def test_what_is_missing_is_named(scene: Scene) -> None:
     for damaged in ([], "train.py", [1], None):
         assert "provenance.json cannot be read" in scene.refusal(command=damaged)
     scene.script.unlink()
-    copy = scene.run_dir / "script.py"
+    copy = scene.run_dir / "script_copy.py"
     assert scene.refusal() == f"{NAME} ran the script {scene.script}, which is gone; its copy is {copy}\n"
 
 
 def test_each_difference_is_one_line(scene: Scene) -> None:
     scene.script.write_text("lr = 2\n")
     assert scene.warnings() == [
-        f"the script {scene.script} has changed since the run; its copy is {scene.run_dir}/script.py",
+        f"the script {scene.script} has changed since the run; its copy is {scene.run_dir}/script_copy.py",
         f"the uncommitted changes differ from {scene.run_dir}/git.diff",
     ]
     git(scene.folder, "commit", "-qam", "second")

@@ -84,7 +84,8 @@ class FakeList:
 def test_an_agent_sends_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(module, "PackageList", FakeList)
     scene.tell({"cmd": "packages"})
-    assert scene.agent.packages is None, "there are no workers yet"
+    before: Any = scene.agent.packages
+    assert before is None, "there are no workers yet"
     scene.start()
     scene.said()
     scene.tell({"cmd": "packages"})
@@ -100,7 +101,12 @@ def test_an_agent_sends_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 def test_no_run_waits_for_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(module, "PackageList", FakeList)
     spared: list[Any] = []
-    monkeypatch.setattr(module, "run_processes", lambda *a, **k: spared.append(k["spared"]) or [])
+
+    def find(*args: Any, **given: Any) -> list[Any]:
+        spared.append(given["spared"])
+        return []
+
+    monkeypatch.setattr(module, "run_processes", find)
     scene.start()
     scene.tell({"cmd": "packages"})
     listing: Any = scene.agent.packages

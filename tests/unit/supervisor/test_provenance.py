@@ -101,10 +101,10 @@ def test_the_rest_is_found_beside_the_workers_without_secrets(
     diff = (scene.run_dir / "git.diff").read_text()
     assert "# zlaunch: untracked, not in this diff: 'extra.py'\n" in diff and "+edited after" in diff
     assert TOKEN not in diff and "-key = '(not shown)'" in diff
-    assert (scene.run_dir / "script.py").read_text() == "key = '(not shown)'\nnote = '(not shown)'\n"
+    assert (scene.run_dir / "script_copy.py").read_text() == "key = '(not shown)'\nnote = '(not shown)'\n"
     assert scene.read()["script"]["secrets"] == 2
     assert scene.asked == 1 and made.end() == []
-    for name in ("git.diff", "script.py"):
+    for name in ("git.diff", "script_copy.py"):
         assert (scene.run_dir / name).stat().st_mode & 0o777 == 0o600
 
 
