@@ -57,8 +57,8 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
         for path in (tmp_path / top).rglob("*"):
             if path.name in ("worker.py", "out", "err") and path.parent.name == "exported":
                 continue  # the test's own
-            if path.name == "plan.json":
-                assert path.stat().st_mode & 0o777 == 0o600, "it has the run's environment"
+            if path.name in ("plan.json", "provenance.json", "packages.txt", "git.diff", "script_copy.py"):
+                assert path.stat().st_mode & 0o777 == 0o600, "it has the run's environment, or its code"
                 continue
             mode = path.stat().st_mode & 0o777
             program = path.is_dir() or path.name == "zero_to_fp32.py"

@@ -81,6 +81,10 @@ class FakeList:
         os.close(self.writer)
 
 
+def _listing(scene: Scene) -> Any:  # noqa: F811
+    return scene.agent.packages
+
+
 def test_an_agent_sends_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(module, "PackageList", FakeList)
     scene.tell({"cmd": "packages"})
@@ -89,9 +93,9 @@ def test_an_agent_sends_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     scene.start()
     scene.said()
     scene.tell({"cmd": "packages"})
-    listing: Any = scene.agent.packages
+    listing = _listing(scene)
     scene.tell({"cmd": "packages"})
-    assert scene.agent.packages is listing, "once at a time"
+    assert _listing(scene) is listing, "once at a time"
     os.write(listing.writer, b"a==1")
     scene.agent.descriptors.wait(LIMIT_S)
     (event,) = scene.said()
