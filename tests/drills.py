@@ -1,7 +1,11 @@
 """Kills something of a run at random, again and again, and looks at what is left.
 
     python -m tests.drills kill [--count 500] [--seed 1] [--parallel 2]      # this machine
+    python -m tests.drills queue [--count 100] [--seed 1]                    # the queue, with its daemon
+    python -m tests.drills detached [--count 100] [--seed 1]                 # runs without a terminal
+    python -m tests.drills restarts [--count 100] [--seed 1]                 # again and again in one run
     python -m tests.drills cluster [--count 100] [--seed 1]                  # three nodes, by ssh and SLURM
+    python -m tests.drills spares [--count 50] [--seed 1]                    # two nodes and a spare, by ssh
     python -m tests.drills launch [--count 1000] [--parallel 2]              # nothing is killed
 
 Every drill hits a run whose workers are up. It asserts that the run ends, with an exit code that fits, that
@@ -218,20 +222,26 @@ def many(work: Callable[[int, int], str], seed: int, numbers: range, parallel: i
 def main() -> int:
     """Run the drills of the command line; exit code 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("kind", choices=("kill", "launch", "cluster"))
+    kinds = ("kill", "queue", "detached", "restarts", "launch", "cluster", "spares")
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int)
     parser.add_argument("--parallel", type=int, default=2)
     args = parser.parse_args()
     numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
-    if args.kind == "cluster":
-        from tests.cluster.drills import on_a_testbed
+    if args.kind in ("cluster", "spares"):
+        from tests.cluster import drills, spare_drills
 
-        failed = on_a_testbed(args.seed, numbers)
+        on_nodes = drills.on_a_testbed if args.kind == "cluster" else spare_drills.on_a_testbed
+        failed = on_nodes(args.seed, numbers)
     else:
-        failed = many(local if args.kind == "kill" else launched, args.seed, numbers, args.parallel)
-    print(f"{len(numbers)} drills of seed {args.seed}, {len(failed)} failed")
+        from tests.queue_drills import queued
+        from tests.run_drills import detached, restarted
+
+        here = {"kill": local, "queue": queued, "detached": detached, "restarts": restarted}
+        failed = many(here.get(args.kind, launched), args.seed, numbers, args.parallel)
+    print(f"{len(numbers)} drills ({args.kind}) of seed {args.seed}, {len(failed)} failed")
     for text in failed:
         print(text)
     return 1 if failed else 0

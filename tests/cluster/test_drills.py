@@ -212,3 +212,12 @@ def test_random_kills_leave_nothing(cluster: Testbed, count: int) -> None:
 
     for number in range(count):
         one(cluster, 1, number)
+
+
+@pytest.mark.exhaustive
+def test_random_losses_with_a_spare(cluster: Testbed) -> None:
+    """Does what `python -m tests.drills spares --seed 1` does."""
+    from tests.cluster.spare_drills import one
+
+    for number in range(8):
+        one(cluster, 1, number)

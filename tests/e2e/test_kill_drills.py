@@ -235,6 +235,18 @@ def test_random_kills_leave_nothing(numbers: range) -> None:
     assert many(local, 1, numbers, parallel=2) == []
 
 
+@pytest.mark.exhaustive  # tests/e2e/test_queue.py, test_detach.py and test_in_memory.py have shorter ones
+@pytest.mark.parametrize("kind", ["queue", "detached", "restarts"])
+def test_random_kills_of_queued_detached_and_restarting_runs(kind: str) -> None:
+    """Does what `python -m tests.drills KIND --seed 1` does."""
+    from tests.drills import many
+    from tests.queue_drills import queued
+    from tests.run_drills import detached, restarted
+
+    drills = {"queue": queued, "detached": detached, "restarts": restarted}
+    assert many(drills[kind], 1, range(20), parallel=1) == []
+
+
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_launches_in_a_row(count: int) -> None:
     from tests.drills import launched, many
