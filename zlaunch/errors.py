@@ -12,6 +12,7 @@ class LaunchError(ZlaunchError):
 class NodeError(LaunchError):
     """Says why a node cannot take part and what to do; the host is named beside the text."""
 
-    def __init__(self, host: str, text: str) -> None:
+    def __init__(self, host: str, text: str, slots: tuple[int, ...] = ()) -> None:
+        """Take the slots that are to blame; none: the host as a whole."""
         super().__init__(text)
-        self.host, self.text = host, text
+        self.host, self.text, self.slots = host, text, slots

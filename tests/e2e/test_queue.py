@@ -284,6 +284,57 @@ def test_one_dead_host_does_not_eat_the_queue(folder: Path) -> None:
     assert log.count("nowhere.invalid rests for 30 s") == 1
 
 
+_TWO_GPUS = """
+    set -e
+    mkdir dev
+    mount -t tmpfs tmpfs dev
+    for name in full null random urandom zero; do touch dev/$name; mount --bind /dev/$name dev/$name; done
+    mkdir dev/shm
+    mount --rbind /dev/shm dev/shm
+    ln -s /proc/self/fd dev/fd
+    touch dev/nvidia0 dev/nvidia1
+    mount --rbind dev /dev
+    exec "$@"
+"""
+_ON_ONE_OF_TWO = """
+    import os
+    with open("log", "a") as file:
+        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+    if os.environ["CUDA_VISIBLE_DEVICES"] == "0":
+        raise RuntimeError("No CUDA GPUs are available")
+"""
+
+
+@pytest.mark.needs("root", "namespaces", "mounts")
+def test_one_broken_gpu_does_not_rest_its_host(folder: Path) -> None:
+    """The machine has two device files, and the script raises what torch raises where a GPU is broken."""
+    (folder / "train.py").write_text(textwrap.dedent(_ON_ONE_OF_TWO))
+    words = ["submit", "--queue=local", "--quiet", "--no_local_rank", "--no_preload"]
+    words += ["--num_gpus=1", "--retries=1", "train.py"]
+    text = f"""
+from zlaunch.cli.main import main
+runs = [f"runs/{{number}}" for number in range(3)]
+for run in runs:
+    assert main([*{words[:-1]}, f"--run_dir={{run}}", "train.py"]) == 0
+print("codes", *(main(["wait", run]) for run in runs))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", textwrap.dedent(_TWO_GPUS), "sh", sys.executable, "-c", text],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert "codes 0 0 0" in done.stdout, done
+    assert sorted((folder / "log").read_text().split()) == ["0", "1", "1", "1"]
+    log = (queue_folder() / LOG).read_text()
+    assert log.count("localhost:0 rests for 30 s; it will be tried again") == log.count("rests") == 1
+    shown = zlaunch(folder, "queue", "--queue=local", "--all").stdout
+    assert "localhost:0 rests for" in shown
+
+
 @pytest.mark.exhaustive  # the steps take half a minute; tests/unit/queue/test_daemon.py has them without it
 def test_a_launcher_that_is_suspended_ends_when_it_is_cancelled(folder: Path) -> None:
     run = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")

@@ -568,6 +568,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         _DAEMON,
     ),
     Mutation(
+        "zlaunch/queue/schedule.py",
+        "if place_of(host, number) not in resting]",
+        "]",
+        "one broken GPU eats the queue",
+        ("tests/unit/queue/test_schedule.py", *_DAEMON),
+    ),
+    Mutation(
+        "zlaunch/queue/ending.py",
+        "[place_of(by_name[name], slot) for name, slot in end.slots if name in by_name]",
+        "[by_name[name] for name, slot in end.slots if name in by_name]",
+        "one broken GPU rests its host",
+        _DAEMON,
+    ),
+    Mutation(
+        "zlaunch/supervisor/verdict.py",
+        "if self._device_refused(failure))",
+        ")",
+        "a slot rests whose worker has only lost a peer with a broken GPU",
+        ("tests/unit/supervisor/test_controller.py",),
+    ),
+    Mutation(
         "zlaunch/queue/daemon.py",
         "return job.started_clock + job.submission.time_s - boot_clock.now_s()",
         "return (job.started or 0.0) + job.submission.time_s - time.time()",

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from zlaunch import __version__
 from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, with_options
 from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
+from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
 from zlaunch.plan.options import Options, python_there
 
@@ -55,7 +56,11 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
-    chosen = prepare(command, given)
+    try:
+        chosen = prepare(command, given)
+    except NodeError as error:
+        _note_refusal(given, error)
+        raise
     launcher, plan, world = chosen.launcher, chosen.plan, chosen.world_size
     if given["dry_run"]:
         if plan is None:
@@ -264,6 +269,20 @@ def check_command(
                 raise click.UsageError(f"no script {command[0]!r}: {advice}")
         checks.check_script(path, SUBCOMMANDS)
     return "script"
+
+
+def _note_refusal(given: Mapping[str, Any], error: NodeError) -> None:
+    """Write down that a queued run was refused before it began: its host may have lost a GPU since it was
+    submitted. Then the queue tries another one.
+    """
+    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor.end import End
+
+    run_dir, run_id = given["run_dir"], given["run_id"]
+    known = None if run_dir is None or not run_record.is_queued(run_dir) else run_record.read(run_dir)
+    if known is not None and known.run_id == run_id and not given["dry_run"]:
+        run_record.begun(run_dir, run_id, [error.host], 0, given["first_attempt"])
+        run_record.ended(run_dir, End.refused_by([error]))
 
 
 def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:

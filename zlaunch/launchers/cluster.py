@@ -143,9 +143,9 @@ class ClusterLauncher(Launcher):
             raise NodeError(
                 node.host, f"zlaunch {facts.version} there, {__version__} here: install the same version"
             )
-        if facts.devices and slots[-1] >= len(facts.devices):
+        if facts.devices and (missing := tuple(slot for slot in slots if slot >= len(facts.devices))):
             raise NodeError(
-                node.host, f"slot {slots[-1]} was asked for, but it has {facts.describe_devices()}"
+                node.host, f"slot {missing[-1]} was asked for, but it has {facts.describe_devices()}", missing
             )
         env = dict(self.environ)
         if interface and "GLOO_SOCKET_IFNAME" not in env:
@@ -157,6 +157,7 @@ class ClusterLauncher(Launcher):
             workers=len(slots),
             cores=len(facts.cores),
             devices=tuple(facts.devices[slot] for slot in slots) if facts.devices else (),
+            slots=tuple(slots) if facts.devices else (),
             env=env,
             bound=o.bound_cores(facts.cores, len(slots), node.host),
             python=o.python,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import cached_property
 
-from zlaunch.errors import LaunchError
+from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles import filters
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
@@ -43,7 +43,11 @@ class LocalLauncher(ThisNodeLauncher):
         if text is not None:
             hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
             try:
-                return _chosen_slots(filters.parse(text), count, keep=option == "--include")
+                selection = filters.parse(text)
+                if missing := _missing_slots(selection, count):
+                    said = f"{option} {text!r}: no slot {missing[0]}: this machine has {devices.describe()}"
+                    raise NodeError("localhost", said, missing)
+                return _chosen_slots(selection, count, keep=option == "--include")
             except filters.FilterError as error:
                 raise LaunchError(f"{option} {text!r}: {error}{hidden}") from None
         if o.num_gpus is not None and count and o.num_gpus > count:
@@ -57,6 +61,12 @@ class LocalLauncher(ThisNodeLauncher):
     @cached_property
     def _node(self) -> NodeSpec:
         return self.spec("localhost", self.slots, self._devices.tokens, self.options.worker_env)
+
+
+def _missing_slots(selection: filters.Selection, gpus: int) -> tuple[int, ...]:
+    """Return the slots of this machine that a filter names, and that have no GPU; none without GPUs."""
+    named = {slot for host in own_names() & selection.keys() for slot in selection[host] or ()}
+    return tuple(sorted(slot for slot in named if gpus and slot >= gpus))
 
 
 def _chosen_slots(selection: filters.Selection, gpus: int, *, keep: bool) -> tuple[int, ...]:

@@ -70,6 +70,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
                 cores=len(cores_by_numa()),
                 env=env,
                 devices=(tokens[place.local_task % len(tokens)],) if tokens else (),
+                slots=(place.local_task % len(tokens),) if tokens else (),
                 first_local=place.local_task,
                 local_world=place.tasks_here,
             )

@@ -92,6 +92,7 @@ class ThisNodeLauncher(Launcher):
             workers=len(slots),
             cores=len(cores),
             devices=tuple(tokens[slot] for slot in slots) if tokens else (),
+            slots=tuple(slots) if tokens else (),
             env=env,
             bound=self.options.bound_cores(cores, len(slots), host),
         )

@@ -42,7 +42,8 @@ def make_plan(
             env = {**common, **worker_env(run, node, rank, index)}
             own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
             argv = (*bootstrap, *flag, program.name, *own, *program.args)
-            workers.append(WorkerPlan(rank, local_rank, env, argv))
+            slot = node.slots[index] if node.slots else None
+            workers.append(WorkerPlan(rank, local_rank, env, argv, slot))
         node_plans.append(NodePlan(node.host, tuple(workers)))
         first_rank += node.workers
     return Plan(

@@ -43,6 +43,8 @@ class NodeSpec:
     cores: int
     devices: tuple[str, ...] = ()
     """One CUDA_VISIBLE_DEVICES token a worker; empty means CPU workers."""
+    slots: tuple[int, ...] = ()
+    """The number of each worker's GPU among those of the node; empty for CPU workers."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for every worker of this node: what is exported to it from the launching machine."""
     bound: tuple[tuple[int, ...], ...] = ()

@@ -69,6 +69,8 @@ class WorkerPlan:
     env: dict[str, str]
     """What is added to the node's own environment."""
     argv: tuple[str, ...]
+    slot: int | None = None
+    """The number of its GPU among those of the node; None for a CPU worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.queue.attempt import Attempt, forget
 from zlaunch.queue.judge import UNREADY, Judgement, judge
 from zlaunch.queue.lost import is_over
+from zlaunch.queue.schedule import Place, place_of
 from zlaunch.queue.store import Job, QueuedJob, Store, UnreadableJob
 from zlaunch.queue.wake import ensure_daemon, has_daemon, queue_folder
 from zlaunch.supervisor import run_record
@@ -116,7 +117,7 @@ def _settle_end(store: Store, folder: Path, job: Job, end: End) -> str | None:
         return _try_again(store, job, found)
     if not end_job(store, folder, job, found.end, found.why):
         return None
-    _note_hosts(store, job, end)
+    _note_places(store, job, end)
     return found.why
 
 
@@ -124,21 +125,31 @@ def _try_again(store: Store, job: QueuedJob, found: Judgement) -> str | None:
     counts = {"attempt": job.attempt + 1, "failures": found.failures, "refusals": found.refusals}
     if not store.wait_again(job, found.why, **counts):
         return None
-    rests = _note_hosts(store, job, found.end)
+    rests = _note_places(store, job, found.end)
     return "it has made room" if found.why == "preempted" else f"{found.why}{rests}; it will be tried again"
 
 
-def _note_hosts(store: Store, job: QueuedJob, end: End) -> str:
-    """Let hosts rest that have refused a run; those where one ran are well. Return what to say of it."""
+def _note_places(store: Store, job: QueuedJob, end: End) -> str:
+    """Let hosts and slots rest that have refused a run; those where one ran are well. Return what to say of
+    it.
+    """
     if end.cause == "host refused":
-        by_name = {job.submission.names.get(host, host): host for host in job.slots}
-        refused = [by_name[name] for name in end.hosts if name in by_name]
-        if not refused and len(job.slots) == 1:  # a launch on one machine gives it another name
-            refused = list(job.slots)
-        return "".join(f"; {host} rests for {store.rest(host):g} s" for host in refused)
+        places = _refused_places(job, end)
+        return "".join(f"; {place} rests for {store.rest(place):g} s" for place in places)
     if end.cause in ("finished", "failed", "saved", "timed out"):
-        store.wake_hosts(list(job.slots))
+        store.wake_slots(job.slots)
     return ""
+
+
+def _refused_places(job: QueuedJob, end: End) -> list[Place]:
+    """Return the hosts and slots that refused a job, by the names that the queue has for them."""
+    by_name = {job.submission.names.get(host, host): host for host in job.slots}
+    if len(job.slots) == 1:  # a launch on one machine gives it another name
+        [host] = job.slots
+        by_name |= dict.fromkeys((*end.hosts, *(name for name, _ in end.slots)), host)
+    places = [by_name[name] for name in end.hosts if name in by_name]
+    places += [place_of(by_name[name], slot) for name, slot in end.slots if name in by_name]
+    return places or (list(job.slots) if len(job.slots) == 1 else [])
 
 
 def _end(store: Store, folder: Path, job: Job, end: End, why: str) -> str | None:

@@ -13,6 +13,8 @@ from functools import partial
 
 Slots = dict[str, tuple[int, ...]]
 """Host -> slots, in rank order."""
+Place = str
+"""A host, or a slot as the grammar of --include has it: `n1:3`."""
 _Slot = tuple[str, int]
 _Cost = tuple[int, int, int, int]
 """Slots that are in the way for an unknown time; only if nobody is preempted; the priorities of who would be;
@@ -66,11 +68,11 @@ class Assignments:
 
 
 def decide(
-    waiting: Iterable[Waiting], running: Iterable[Running], resting: Collection[str] = ()
+    waiting: Iterable[Waiting], running: Iterable[Running], resting: Collection[Place] = ()
 ) -> Assignments:
     """Give free slots to waiting jobs: none is given twice, or to a job while an earlier one waits for it.
 
-    Nobody gets or reserves slots of hosts that are `resting`.
+    Nobody gets or reserves slots that are `resting`, or slots of hosts that are.
     """
     found, board = Assignments(), _Board(running)
     settled: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -128,6 +130,11 @@ class _Board:
         return sorted(victims)
 
 
+def place_of(host: str, slot: int) -> Place:
+    """Return a slot as a place."""
+    return f"{host}:{slot}"
+
+
 def _each(slots: Mapping[str, Iterable[int]]) -> list[_Slot]:
     return [(host, slot) for host, numbers in slots.items() for slot in numbers]
 
@@ -137,14 +144,15 @@ def _total(costs: Iterable[_Cost]) -> _Cost:
     return unknown, by_force, priorities, soon
 
 
-def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], resting: Collection[str]) -> Slots | None:
+def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], resting: Collection[Place]) -> Slots | None:
     """Return the slots with the least in their way; None where the pool is too small for the demand."""
     offers: dict[str, tuple[_Cost, tuple[int, ...]]] = {}
     for host, numbers in demand.pool.items():
         if host in resting:
             continue
         count = len(numbers) if demand.per_node is None else demand.per_node
-        best = sorted((cost((host, number)), number) for number in numbers)[:count]
+        awake = [number for number in numbers if place_of(host, number) not in resting]
+        best = sorted((cost((host, number)), number) for number in awake)[:count]
         if 0 < count == len(best):
             offers[host] = _total(each for each, _ in best), tuple(sorted(number for _, number in best))
     if len(offers) < demand.nodes:

@@ -24,7 +24,7 @@ from zlaunch import __version__
 from zlaunch.errors import LaunchError
 from zlaunch.plan.plan import without_secrets
 from zlaunch.queue.process_settings import ProcessSettings
-from zlaunch.queue.schedule import Demand, Slots
+from zlaunch.queue.schedule import Demand, Place, Slots, place_of
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.redact import redact, secret_values
 from zlaunch.system import boot_clock
@@ -39,7 +39,7 @@ _KEPT = 1000
 _PAGE = 200
 """Ended jobs that are read at a time."""
 _FIRST_REST_S, _LONGEST_REST_S, _DOUBLINGS = 30.0, 1800.0, 10
-"""Seconds for which a host rests that has refused a run; doubled each time."""
+"""Seconds for which a host or a slot rests that has refused a run; doubled each time."""
 _SCHEMA = 2
 """Format of a row's JSON, see Note [Rows of several versions]."""
 _LAYOUT = 2
@@ -318,23 +318,23 @@ class Store:
         with self._open() as base:
             return base.execute(f"UPDATE jobs SET {what} WHERE {where}", (*values, *known)).rowcount == 1
 
-    # -- hosts that rest
+    # -- hosts and slots that rest: the column `host` has places
 
-    def rest(self, host: str) -> float:
-        """Let a host rest that has refused a run: the more often, the longer. Return the seconds."""
+    def rest(self, place: Place) -> float:
+        """Let a place rest that has refused a run: the more often, the longer. Return the seconds."""
         with self._open() as base:
             base.execute("BEGIN IMMEDIATE")
-            row = base.execute("SELECT refusals FROM rests WHERE host = ?", (host,)).fetchone()
+            row = base.execute("SELECT refusals FROM rests WHERE host = ?", (place,)).fetchone()
             refusals = 1 if row is None else int(row["refusals"]) + 1
             seconds = min(_FIRST_REST_S * 2.0 ** min(refusals - 1, _DOUBLINGS), _LONGEST_REST_S)
             base.execute(
                 "INSERT OR REPLACE INTO rests VALUES (?, ?, ?, ?)",
-                (host, refusals, boot_clock.now_s() + seconds, boot_clock.boot_id()),
+                (place, refusals, boot_clock.now_s() + seconds, boot_clock.boot_id()),
             )
         return seconds
 
-    def resting(self) -> dict[str, float]:
-        """Return the hosts that rest, and the seconds for which they still do."""
+    def resting(self) -> dict[Place, float]:
+        """Return the places that rest, and the seconds for which they still do."""
         now = boot_clock.now_s()
         with self._open() as base:
             rows = base.execute(
@@ -343,10 +343,11 @@ class Store:
             )
             return {row["host"]: row["until_clock"] - now for row in rows}
 
-    def wake_hosts(self, hosts: Sequence[str]) -> None:
-        """Forget that hosts have refused runs: one has started there."""
+    def wake_slots(self, slots: Slots) -> None:
+        """Forget that slots and their hosts have refused runs: one has started there."""
+        woken = [*slots, *(place_of(host, slot) for host, numbers in slots.items() for slot in numbers)]
         with self._open() as base:
-            base.executemany("DELETE FROM rests WHERE host = ?", [(host,) for host in hosts])
+            base.executemany("DELETE FROM rests WHERE host = ?", [(place,) for place in woken])
 
     # -- rows
 

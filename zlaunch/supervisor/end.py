@@ -1,11 +1,13 @@
-"""Say how a run ended: an exit code, its cause, and the hosts that are to blame."""
+"""Say how a run ended: an exit code, its cause, and the hosts or slots that are to blame."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
+
+from zlaunch.errors import NodeError
 
 Cause = Literal["finished", "failed", "refused", "host refused", "stopped", "saved", "timed out", "lost"]
 """Why a run ended.
@@ -13,7 +15,8 @@ Cause = Literal["finished", "failed", "refused", "host refused", "stopped", "sav
 - finished: every worker ended with code 0.
 - failed: a worker failed: an exception, an exit code, a signal that zlaunch did not send, a hang.
 - refused: no worker was started, for a reason that other hosts do not cure: options, the config, the plan.
-- host refused: no worker was started, because of hosts: ssh fails, no answer, no Python, a missing device.
+- host refused: no worker was started, because of hosts: ssh fails, no answer, no Python. Or because of slots:
+  a GPU is missing, or did not work at the start.
 - stopped: the user stopped it: Ctrl-C, a signal to the launcher, `zlaunch stop`, `zlaunch cancel`.
 - saved: it saved as it was asked to, and is to be started again.
 - timed out: its time limit passed: `--time`, or SLURM's.
@@ -30,6 +33,10 @@ _WORDS: Final[Mapping[Cause, str]] = {"stopped": "stopped by user", "saved": "sa
 _STOP_CODES: Final = tuple(128 + signum for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
+Slot = tuple[str, int]
+"""A host and the number of a slot there."""
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """Describes the end of a run or of one attempt of a queue."""
@@ -39,17 +46,27 @@ class End:
     cause: Cause
     hosts: tuple[str, ...] = ()
     """The hosts that refused; empty with every other cause."""
+    slots: tuple[Slot, ...] = ()
+    """The slots that refused, on hosts that are well otherwise; empty with every other cause."""
+
+    @classmethod
+    def refused_by(cls, errors: Iterable[NodeError]) -> End:
+        """Return the end of a run that these errors have kept from starting."""
+        known = list(errors)
+        slots = tuple((error.host, slot) for error in known for slot in error.slots)
+        return cls(REFUSED_CODE, "host refused", tuple(e.host for e in known if not e.slots), slots)
 
     @property
     def words(self) -> str:
         """Return the cause as people read it beside the code: "timed out", "stopped by user"."""
-        if self.cause == "host refused" and self.hosts:
-            return f"host refused: {', '.join(self.hosts)}"
+        if places := (*self.hosts, *(f"{host}:{slot}" for host, slot in self.slots)):
+            return f"{self.cause}: {', '.join(places)}"
         return _WORDS.get(self.cause, self.cause)
 
     def as_json(self) -> dict[str, Any]:
         """Return the entries of `launcher.json` and of a queue's attempt."""
-        return {"exit_code": self.code, "cause": self.cause, "bad_hosts": self.hosts}
+        about = {"exit_code": self.code, "cause": self.cause}
+        return {**about, "bad_hosts": self.hosts, "bad_slots": self.slots}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> End | None:
@@ -65,7 +82,8 @@ class End:
             return cls.of_code(code)
         listed = hosts if isinstance(hosts, (list, tuple)) else ()
         named = tuple(host for host in listed if isinstance(host, str))
-        return cls(code, cause if cause in get_args(Cause) else "failed", named)
+        slots = read_slots(content.get("bad_slots"))
+        return cls(code, cause if cause in get_args(Cause) else "failed", named, slots)
 
     @classmethod
     def of_code(cls, code: int) -> End:
@@ -77,3 +95,13 @@ class End:
         if code == REFUSED_CODE:
             return cls(code, "refused")
         return cls(code, "stopped" if code in _STOP_CODES else "failed")
+
+
+def read_slots(content: object) -> tuple[Slot, ...]:
+    """Read slots from JSON; leave out what is damaged."""
+    found = []
+    for each in content if isinstance(content, (list, tuple)) else ():
+        match each:
+            case [str(host), int(slot)]:
+                found.append((host, slot))
+    return tuple(found)

@@ -55,6 +55,7 @@ def is_port_taken(text: str) -> bool:
 
 _BAD_DEVICE = (
     "No CUDA GPUs are available",
+    "Found no NVIDIA driver",
     "no CUDA-capable device is detected",
     "CUDA-capable device(s) is/are busy or unavailable",
     "all CUDA-capable devices are busy or unavailable",

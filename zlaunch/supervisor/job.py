@@ -163,7 +163,7 @@ def _attempts(
         if not outcome.signum:
             _await_leases(outcome.left, console)
         attempt += outcome.started
-        pause_s = pause_s if outcome.refused_by else _FIRST_PAUSE_S
+        pause_s = pause_s if outcome.is_refused else _FIRST_PAUSE_S
         if outcome.regroups:
             console.message(f"going on with {len(hosts.used)} of {hosts.wanted} nodes")
             continue
@@ -176,9 +176,9 @@ def _attempts(
             console.message(said)
         elif restarts < limits.max_restarts:
             restarts += 1
-            when = f" in {pause_s:g} s" if outcome.refused_by else ""
+            when = f" in {pause_s:g} s" if outcome.is_refused else ""
             console.message(f"restart {restarts} of {limits.max_restarts}{when}")
-            if outcome.refused_by:  # what keeps a host out, such as its reboot, takes a while
+            if outcome.is_refused:  # what keeps a host out, such as its reboot, takes a while
                 agents.show_life()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -278,4 +278,5 @@ def _find_unhealthy(job: Job, nodes: Sequence[Node], console: Console) -> list[N
 
 
 def _refused_by(errors: Sequence[NodeError]) -> Outcome:
-    return Outcome(REFUSED_CODE, refused_by=tuple(error.host for error in errors), started=False)
+    end = End.refused_by(errors)
+    return Outcome(end.code, refused_by=end.hosts, refused_slots=end.slots, started=False)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zlaunch.plan.plan import Plan, Program
 from zlaunch.runtime.trust import Folder
-from zlaunch.supervisor.end import End
+from zlaunch.supervisor.end import End, Slot, read_slots
 from zlaunch.supervisor.redact import redact_arguments, secret_values
 from zlaunch.system import boot_clock
 from zlaunch.system.processes import pid_namespace, start_ticks
@@ -47,6 +47,8 @@ class RunRecord:
     """Why it ended, see `zlaunch.supervisor.end`. Versions up to 0.2.0 wrote none."""
     bad_hosts: tuple[str, ...] = ()
     """The hosts that refused to run it."""
+    bad_slots: tuple[Slot, ...] = ()
+    """The slots that refused to run it."""
     asked: float | None = None
     """When a queue was asked for it."""
     boot: str = ""
@@ -300,6 +302,7 @@ def read(run_dir: str | Path) -> RunRecord | None:
     try:
         lists = {name: tuple(data[name]) for name in ("hosts", "command")}
         lists |= {name: tuple(data.get(name, ())) for name in ("bad_hosts", "tags")}
+        lists["bad_slots"] = read_slots(data.get("bad_slots"))
         mine = {name: data[name] for name in _FIELDS & data.keys()}  # a later version may have more
         record = RunRecord(**{**mine, **lists})
     except (TypeError, KeyError):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import failure as failures
-from zlaunch.supervisor.end import SAVED_CODE, End
+from zlaunch.supervisor.end import SAVED_CODE, End, Slot
 from zlaunch.supervisor.failure import Failure
 from zlaunch.supervisor.nodes import Left
 from zlaunch.supervisor.rank_logs import log_path
@@ -46,6 +46,8 @@ class Outcome:
     """Tells whether the attempt was ended for one with nodes that are back."""
     refused_by: tuple[str, ...] = ()
     """Hosts that could not take part, or could not start a worker."""
+    refused_slots: tuple[Slot, ...] = ()
+    """Slots whose GPU is missing, or did not work at the start."""
     started: bool = True
     """Tells whether the nodes have got a plan."""
     vanished: bool = False
@@ -54,12 +56,17 @@ class Outcome:
     """What lost nodes may still run, by host."""
 
     @property
+    def is_refused(self) -> bool:
+        """Tell whether hosts or slots are to blame, which may be well after a while."""
+        return bool(self.refused_by or self.refused_slots)
+
+    @property
     def end(self) -> End:
         """Return the end with its cause."""
         if self.signum:
             return End(self.code, "stopped")
-        if self.refused_by:
-            return End(self.code, "host refused", self.refused_by)
+        if self.is_refused:
+            return End(self.code, "host refused", self.refused_by, self.refused_slots)
         if self.vanished:
             return End(self.code, "lost")
         if self.saved:
@@ -82,11 +89,11 @@ class Verdict:
         self.refused_by: list[str] = []
         self.has_progressed = False
         """Whether a worker has reported a step or saved."""
-        self._with_gpu = {
-            worker.rank
+        self._slots: dict[int, Slot] = {
+            worker.rank: (node.host, worker.slot)
             for node in plan.nodes
             for worker in node.workers
-            if worker.env.get("CUDA_VISIBLE_DEVICES")
+            if worker.slot is not None
         }
         self.stop_at: float | None = None
         """When the other workers are to be stopped (monotonic seconds): a failure has been seen, and a better
@@ -182,16 +189,21 @@ class Verdict:
             code = first.exit_code
             port_taken = failures.is_port_taken(first.exception)
             if self._device_refused(first):
-                found = replace(found, refused_by=(first.host,))
+                found = replace(found, refused_slots=self._refused_slots())
         elif self._saved and not code:
             self._console.message("the run has saved, as it was asked to, and wants to be started again")
             return replace(found, code=SAVED_CODE, save_asked=True, saved=True)
         return replace(found, code=code, port_taken=port_taken)
 
     def _device_refused(self, failure: Failure) -> bool:
-        """Tell whether a GPU that the node has reported did not work at the start: another host may do."""
-        at_start = not self.has_progressed and failure.rank in self._with_gpu
+        """Tell whether a GPU that the node has reported did not work at the start: another one may do."""
+        at_start = not self.has_progressed and failure.rank in self._slots
         return at_start and failures.is_bad_device(failure.exception)
+
+    def _refused_slots(self) -> tuple[Slot, ...]:
+        """Return the slots of all ranks whose GPU did not work."""
+        ranks = sorted(rank for rank, failure in self.failures.items() if self._device_refused(failure))
+        return tuple(self._slots[rank] for rank in ranks)
 
     def _others(self) -> str:
         """Say what became of ranks that others may have lost although they have not failed."""

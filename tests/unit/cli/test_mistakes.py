@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from zlaunch.cli.main import main
+from zlaunch.supervisor import run_record
+from zlaunch.supervisor.end import End
 from zlaunch.system.devices import Devices
 
 MISTAKES: dict[str, tuple[str, ...]] = {
@@ -154,6 +156,23 @@ def test_more_gpus_than_there_are(
     assert main(["--num_gpus", "8", "train.py"]) == 2
     said = capsys.readouterr().err
     assert said == "zlaunch: error: --num_gpus 8: this machine has 2 GPUs\n"
+    assert main(["--include", "localhost:1,2,3", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said == "zlaunch: error: --include 'localhost:1,2,3': no slot 2: this machine has 2 GPUs\n"
+
+
+def test_a_queued_run_whose_gpu_is_gone_is_refused_by_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zlaunch.launchers.local.discover", lambda environ: Devices(("0", "1"), None))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_record.queued(str(folder), "id", ["localhost"], 1, ["train.py"])
+    words = ["--run_id", "id", "--run_dir", str(folder), "--include", "localhost:3", "train.py"]
+    assert main(["--dry_run", *words]) == 2
+    assert run_record.own_end(str(folder), 2) == End(2, "refused"), "nothing was to be started"
+    assert main(words) == 2
+    assert run_record.own_end(str(folder), 2) == End(2, "host refused", slots=(("localhost", 3),))
 
 
 @pytest.mark.parametrize("line", ACCEPTED)

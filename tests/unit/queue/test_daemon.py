@@ -272,6 +272,38 @@ def test_a_host_where_a_run_has_started_is_well_again(scene: Scene, clock: Clock
     assert scene.store.resting() == {"localhost": 30}
 
 
+@asks(retries=1, names={"localhost": "node1"})
+def test_a_slot_that_refuses_rests_and_the_next_job_gets_the_others(
+    scene: Scene, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+    monkeypatch.setattr(module, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
+    rests = []
+    for _ in range(3):
+        job = ended(scene, 1, End(1, "host refused", slots=(("node1", 1),)))
+        assert (job.state, job.failures, job.why) == ("waiting", 0, "host refused: node1:1")
+        rests.append(scene.store.resting())
+        clock.now += rests[-1]["localhost:1"] + 1
+        begin_again(scene)
+    assert rests == [{"localhost:1": seconds} for seconds in (30, 60, 120)]
+    ended(scene, 1, End(1, "host refused", slots=(("node1", 1),)))
+    demand = Demand({"localhost": (0, 1)}, 1, 1)
+    for name in ("b", "c"):
+        scene.store.add(submission(run_dir=str(tmp_path / name), after=(), demand=demand), {})
+    waiting = [job for job in scene.store.jobs("waiting") if job.id != scene.id]
+    scene.daemon._start_jobs(waiting, [])
+    assert chosen == [{"localhost": (0,)}], "one slot is free, the other one rests"
+
+
+@asks(retries=3)
+def test_a_slot_where_a_run_has_started_is_well_again_and_no_other(scene: Scene, clock: Clock) -> None:
+    for slot in (1, 5):
+        scene.store.rest(f"localhost:{slot}")
+    scene.store.rest("localhost")
+    ended(scene, 1)  # on slots 0 and 1
+    assert list(scene.store.resting()) == ["localhost:5"]
+
+
 def test_another_job_starts_on_the_hosts_that_do_not_rest(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,13 @@ def test_a_host_that_rests_gets_no_job_and_is_reserved_for_none() -> None:
     assert decide([Waiting(1, 0, one)], [], ["a", "b"]) == Assignments()
 
 
+def test_a_slot_that_rests_leaves_the_others_of_its_host() -> None:
+    rests = ["a:0", "b:1"]
+    assert decide([Waiting(1, 0, demand(2, 2))], [], rests).starts == {1: {"a": (1, 2), "b": (0, 2)}}
+    assert decide([Waiting(1, 0, demand(1, 3))], [], rests) == Assignments()
+    assert decide([Waiting(1, 0, demand(1, None))], [], ["a:0"]).starts == {1: {"b": (0, 1, 2)}}
+
+
 def test_equal_jobs_that_wait_are_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep has a thousand of them, and the daemon decides whenever anything changes."""
     weighed: list[Demand] = []

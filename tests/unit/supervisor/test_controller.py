@@ -73,13 +73,12 @@ class Scene:
         self,
         folder: Path,
         heartbeat_s: float = 0.0,
-        env: dict[str, str] | None = None,
         *,
+        slot: int | None = None,
         terminal: bool = False,
     ) -> None:
         nodes = tuple(
-            NodePlan(host, (WorkerPlan(rank, 0, env or {}, ("x",)),))
-            for rank, host in enumerate(("n0", "n1"))
+            NodePlan(host, (WorkerPlan(rank, 0, {}, ("x",), slot),)) for rank, host in enumerate(("n0", "n1"))
         )
         self.plan = Plan("id", str(folder), "n0", 1, nodes, cwd="/", grace_s=0.5, heartbeat_s=heartbeat_s)
         self.agents = [FakeTransport("n0"), FakeTransport("n1")]
@@ -194,14 +193,33 @@ BROKEN_GPU = {
     (True, [{"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 1}], "failed"),
     (False, [], "failed"),
 ])  # fmt: skip
-def test_a_gpu_that_does_not_work_at_the_start_is_the_host_s_refusal(
+def test_a_gpu_that_does_not_work_at_the_start_is_its_slot_s_refusal(
     tmp_path: Path, scene: Scene, has_gpu: bool, progress: list[Event], cause: str
 ) -> None:
-    scene = Scene(tmp_path, env={"CUDA_VISIBLE_DEVICES": "0"} if has_gpu else {})
+    scene = Scene(tmp_path, slot=3 if has_gpu else None)
     scene.say(1, *progress, BROKEN_GPU)
     scene.end(1, code=1)
     end = scene.run().end
-    assert (end.code, end.cause) == (1, cause) and end.hosts == (("n1",) if has_gpu and not progress else ())
+    assert (end.code, end.cause, end.hosts) == (1, cause, ())
+    assert end.slots == ((("n1", 3),) if cause == "host refused" else ())
+
+
+def test_every_slot_whose_gpu_does_not_work_has_refused(tmp_path: Path, scene: Scene) -> None:
+    scene = Scene(tmp_path, slot=4)
+    for rank in (0, 1):
+        scene.say(rank, BROKEN_GPU)
+        scene.end(rank, code=1)
+    assert scene.run().end.slots == (("n0", 4), ("n1", 4))
+
+
+def test_a_slot_whose_rank_has_only_lost_the_broken_one_has_not_refused(tmp_path: Path, scene: Scene) -> None:
+    scene = Scene(tmp_path, slot=4)
+    scene.say(1, BROKEN_GPU)
+    scene.end(1, code=1)
+    lost = {**BROKEN_GPU, "exception": "RuntimeError: Connection closed by peer", "talk": "lost"}
+    scene.say(0, lost)
+    scene.end(0, code=1)
+    assert scene.run().end.slots == (("n1", 4),)
 
 
 def test_one_agent_that_dies_is_a_failure_and_all_are_a_loss(scene: Scene) -> None:

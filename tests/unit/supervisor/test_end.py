@@ -17,7 +17,7 @@ from zlaunch.supervisor.found_runs import FoundRun
 
 @pytest.mark.parametrize("cause", get_args(Cause))
 def test_an_end_is_read_as_it_was_written(cause: Cause) -> None:
-    end = End(3, cause, ("n1", "n2"))
+    end = End(3, cause, ("n1", "n2"), (("n3", 0), ("n3", 7)))
     assert End.from_json(json.loads(json.dumps(end.as_json()))) == end
 
 
@@ -31,6 +31,11 @@ def test_an_end_is_read_as_it_was_written(cause: Cause) -> None:
             End(2, "host refused", ("n1",)),
         ),
         ({"exit_code": 2, "cause": "host refused", "bad_hosts": "n1"}, End(2, "host refused")),
+        (
+            {"exit_code": 1, "cause": "host refused", "bad_slots": [["n1", 2], ["n1"], ["n1", "3"], 4]},
+            End(1, "host refused", slots=(("n1", 2),)),
+        ),
+        ({"exit_code": 1, "cause": "host refused", "bad_slots": 3}, End(1, "host refused")),
         ({"exit_code": 0}, End(0, "finished")),
         ({"exit_code": 1}, End(1, "failed")),
         ({"exit_code": 2}, End(2, "refused")),
@@ -60,6 +65,8 @@ def test_the_cause_stands_beside_the_code(tmp_path: Path) -> None:
     assert shown(tmp_path, End(143, "stopped")) == "ended 143 (stopped by user)"
     assert shown(tmp_path, End(143, "timed out")) == "ended 143 (timed out)"
     assert shown(tmp_path, End(2, "host refused", ("n1", "n2"))) == "ended 2 (host refused: n1, n2)"
+    both = End(1, "host refused", ("n1",), (("n2", 0), ("n2", 3)))
+    assert shown(tmp_path, both) == "ended 1 (host refused: n1, n2:0, n2:3)"
 
 
 def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
     run_record.ended(str(tmp_path), End(128 + signal.SIGINT, "stopped"))
     path = tmp_path / "launcher.json"
     content = json.loads(path.read_text())
-    del content["cause"], content["bad_hosts"]
+    del content["cause"], content["bad_hosts"], content["bad_slots"]
     path.write_text(json.dumps(content))
     record = run_record.read(tmp_path)
     assert record is not None and record.end == End(130, "stopped")

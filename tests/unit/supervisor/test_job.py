@@ -275,16 +275,20 @@ def test_hosts_that_do_not_answer_use_restarts_with_growing_pauses(scene: MakeSc
     assert one.job.connected == ["a", "b"] and one.end() == End(0, "finished")
 
 
-def test_a_plan_that_a_node_cannot_carry_out_is_the_host_s_refusal(
-    scene: MakeScene, monkeypatch: pytest.MonkeyPatch, slept: Slept
+@pytest.mark.parametrize(("slots", "end"), [
+    ((), End(2, "host refused", ("a",))),
+    ((4, 6), End(2, "host refused", slots=(("a", 4), ("a", 6)))),
+])  # fmt: skip
+def test_a_plan_that_a_node_cannot_carry_out_is_a_refusal(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch, slept: Slept, slots: tuple[int, ...], end: End
 ) -> None:
     one = scene("a")
 
     def plan(*_: Any) -> Plan:
-        raise NodeError("a", "has no such GPU")
+        raise NodeError("a", "has no such GPU", slots)
 
     monkeypatch.setattr(one.job, "plan", plan)
-    assert one.run(max_restarts=1).end == End(2, "host refused", ("a",))
+    assert one.run(max_restarts=1).end == end
     assert one.said().count("a: has no such GPU") == 2 and slept == [5.0]
 
 
