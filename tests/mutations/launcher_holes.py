@@ -568,6 +568,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         _DAEMON,
     ),
     Mutation(
+        "zlaunch/queue/store.py",
+        '_KEY = "id, schema, state, wish, attempt, started"',
+        '_KEY = "id, schema, state, wish, attempt"',
+        "slots are taken from a row as it was before the job was started again",
+        ("tests/unit/queue/test_store.py",),
+    ),
+    Mutation(
         "zlaunch/queue/schedule.py",
         "if place_of(host, number) not in resting]",
         "]",
@@ -611,8 +618,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/queue/store.py",
-        "        except _UnreadableRowError as error:\n            job = _unreadable(row, str(error))\n",
-        "        except ZeroDivisionError as error:\n            job = _unreadable(row, str(error))\n",
+        "    except _UnreadableRowError as error:\n        return _unreadable(row, str(error))\n",
+        "    except ZeroDivisionError as error:\n        return _unreadable(row, str(error))\n",
         "one row of another version stops the whole queue",
         ("tests/unit/queue/test_store.py",),
     ),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
 
 Slots = dict[str, tuple[int, ...]]
 """Host -> slots, in rank order."""
@@ -22,7 +23,7 @@ slots that are in the way for a short time.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demand:
     """Says what a job needs: so many slots on each of so many hosts, out of a pool."""
 
@@ -31,7 +32,7 @@ class Demand:
     per_node: int | None
     """None: on each host all that the pool has of it."""
 
-    @property
+    @cached_property
     def key(self) -> tuple[object, ...]:
         """Return what equal demands have in common, as a key of a dictionary."""
         return (self.nodes, self.per_node, *self.pool.items())
@@ -44,6 +45,11 @@ class Waiting:
     id: int
     priority: int
     demand: Demand
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what jobs have in common that are served alike."""
+        return self.priority, self.demand.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +82,31 @@ def decide(
     """
     found, board = Assignments(), _Board(running)
     settled: dict[tuple[object, ...], tuple[int, int]] = {}
-    """Priority and demand -> the board as it was when a job with these changed nothing: nor does the next."""
-    for job in sorted(waiting, key=lambda job: (-job.priority, job.id)):
-        kind, before = (job.priority, *job.demand.key), board.progress
-        if settled.get(kind) == before:
-            continue
-        cost = partial(board.cost, job.priority)
-        chosen = _cheapest(job.demand, cost, resting)
-        if chosen is None:
-            settled[kind] = before
-            continue
-        unknown, by_force, _, soon = _total(map(cost, _each(chosen)))
-        if not (unknown or by_force or soon):
-            found.starts[job.id] = chosen
-        elif by_force and not unknown:
-            found.preempted += board.preempt(chosen)
-        board.blocked |= set(_each(chosen))
-        if board.progress == before:
-            settled[kind] = before
+    """Kind of job -> the board as it was when a job of it changed nothing: nor does the next."""
+    order = sorted(waiting, key=lambda job: (-job.priority, job.id))
+    for kind, jobs in groupby(order, lambda job: job.kind):
+        for job in jobs:
+            before = board.progress
+            if settled.get(kind) == before:
+                break
+            _serve(job, board, found, resting)
+            if board.progress == before:
+                settled[kind] = before
     return found
+
+
+def _serve(job: Waiting, board: _Board, found: Assignments, resting: Collection[Place]) -> None:
+    """Give a job its slots, or reserve them for it; where the pool is too small, nothing."""
+    cost = partial(board.cost, job.priority)
+    chosen = _cheapest(job.demand, cost, resting)
+    if chosen is None:
+        return
+    unknown, by_force, _, soon = _total(map(cost, _each(chosen)))
+    if not (unknown or by_force or soon):
+        found.starts[job.id] = chosen
+    elif by_force and not unknown:
+        found.preempted += board.preempt(chosen)
+    board.blocked |= set(_each(chosen))
 
 
 class _Board:

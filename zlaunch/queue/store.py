@@ -6,6 +6,13 @@ version that wrote it. What everybody has to know of a job (its state, slots, ru
 own; the rest is JSON that only a version with this format reads. A row that cannot be read is an
 `UnreadableJob`: it is shown, can be cancelled, keeps its slots while its launcher lives, and is in nobody's
 way. Versions up to 0.2.0 write format 1 and know nothing of the columns that came later: these have defaults.
+
+Note [Rows that have not changed]
+The daemon looks at every job that waits whenever a run ends, and a sweep has a thousand of them. A row is
+large (the submission and the environment come first), so reading even one column of it is slow. The index
+`jobs_by_state_and_key` tells whether a job that has not ended has changed: it holds the format, state, wish,
+number of the attempt, and when that started. Only changed jobs are read again. A sweep asks for its trials
+every second; `jobs_by_folder` holds the answer.
 """
 
 from __future__ import annotations
@@ -61,14 +68,18 @@ _LATER_COLUMNS = {
     "started_boot": "TEXT NOT NULL DEFAULT ''",
     "cause": "TEXT",
 }
-_OTHERS = """
-CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
-CREATE INDEX IF NOT EXISTS jobs_by_run ON jobs (run_dir);
+_RESTS = """
 CREATE TABLE IF NOT EXISTS rests (
   host TEXT PRIMARY KEY, refusals INTEGER NOT NULL, until_clock REAL NOT NULL, boot TEXT NOT NULL)
 """
 _PLAIN = ("wish", "attempt", "failures", "submitted", "started", "ended", "exit_code", "why", "refusals")
 _NAMED = ("id", "schema", "version", "run_id", "run_dir", "state", "slots", "cause")
+_KEY = "id, schema, state, wish, attempt, started"
+"""Columns that tell whether a row that has not ended is as it was, see Note [Rows that have not changed]."""
+_INDEXES = (
+    "CREATE INDEX IF NOT EXISTS jobs_by_state_and_key ON jobs (state, id, schema, wish, attempt, started)",
+    "CREATE INDEX IF NOT EXISTS jobs_by_folder ON jobs (run_dir, id, state, exit_code)",
+)
 _SHORT = ", ".join((*_NAMED, "started_clock", "started_boot", *_PLAIN))
 """All columns but the submission and the environment, which may be large."""
 
@@ -170,8 +181,8 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "jobs.sqlite"
-        self._read: dict[int, tuple[tuple[object, ...], Job]] = {}
-        """Job that has not ended -> its row as it was read, and what was read."""
+        self._read: dict[tuple[Any, ...], Job] = {}
+        """Key of a job that has not ended -> the job as it was read."""
         with self._open() as base:
             _prepare(base, self._path)
         os.chmod(self._path, 0o600)  # it holds environments, which have secrets
@@ -205,11 +216,22 @@ class Store:
         """Return the jobs in these states, the oldest first, with those that cannot be read."""
         marks = ",".join("?" * len(states))
         with self._open() as base:
-            rows = base.execute(f"SELECT {_SHORT} FROM jobs WHERE state IN ({marks}) ORDER BY id", states)
-            found = [self._job(base, row) for row in rows.fetchall()]
+            base.execute("BEGIN")
+            keys = base.cursor()
+            keys.row_factory = None  # plain tuples
+            keys.execute(f"SELECT {_KEY} FROM jobs WHERE state IN ({marks}) ORDER BY id", states)
+            found = [self._read.get(key) or self._read_job(base, key) for key in keys.fetchall()]
         if len(self._read) > 2 * len(found) + _PAGE:
             self._read.clear()  # most of it has ended since
         return found
+
+    def _read_job(self, base: sqlite3.Connection, key: tuple[Any, ...]) -> Job:
+        """Read the job with a key that is not known yet."""
+        row = base.execute(f"SELECT {_SHORT} FROM jobs WHERE id = ?", key[:1]).fetchone()
+        job = _job(base, row)
+        if job.state != "ended":
+            self._read[key] = job
+        return job
 
     def jobs(self, *states: State) -> list[QueuedJob]:
         """Return the jobs in these states that can be read, the oldest first."""
@@ -230,7 +252,7 @@ class Store:
                     f"SELECT {_SHORT} FROM jobs WHERE state = 'ended' AND id < ? ORDER BY id DESC LIMIT ?",
                     (before, _PAGE),
                 )
-                page = [self._job(base, row) for row in rows.fetchall()]
+                page = [_job(base, row) for row in rows.fetchall()]
             if not page:
                 return
             before = page[-1].id
@@ -247,7 +269,7 @@ class Store:
     def _one(self, where: str, value: int | str) -> Job | None:
         with self._open() as base:
             row = base.execute(f"SELECT {_SHORT} FROM jobs WHERE {where}", (value,)).fetchone()
-            return None if row is None else self._job(base, row)
+            return None if row is None else _job(base, row)
 
     def states_under(self, folder: Path) -> dict[str, tuple[State, int | None]]:
         """Return state and exit code of the jobs whose run's folder lies in a folder, by run's folder."""
@@ -349,26 +371,19 @@ class Store:
         with self._open() as base:
             base.executemany("DELETE FROM rests WHERE host = ?", [(place,) for place in woken])
 
-    # -- rows
 
-    def _job(self, base: sqlite3.Connection, row: sqlite3.Row) -> Job:
-        """Read a row; with 1,000 that wait, most are as they were at the last look."""
-        columns = tuple(row)
-        known = self._read.get(row["id"])
-        if known is not None and known[0] == columns:
-            return known[1]
-        job: Job
-        try:
-            job = _read_job(row, _read_submission(row, _submission_of(base, row["id"])))
-        except _UnreadableRowError as error:
-            job = _unreadable(row, str(error))
-        if job.state != "ended":
-            self._read[job.id] = columns, job
-        return job
+# -- rows
 
 
 class _UnreadableRowError(ValueError):
     """Says what is wrong with a row."""
+
+
+def _job(base: sqlite3.Connection, row: sqlite3.Row) -> Job:
+    try:
+        return _read_job(row, _read_submission(row, _submission_of(base, row["id"])))
+    except _UnreadableRowError as error:
+        return _unreadable(row, str(error))
 
 
 def _prepare(base: sqlite3.Connection, path: Path) -> None:
@@ -386,9 +401,10 @@ def _prepare(base: sqlite3.Connection, path: Path) -> None:
         for name, kind in _LATER_COLUMNS.items():
             if name not in there:
                 base.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
-        for statement in _OTHERS.split(";"):
-            base.execute(statement)
+        base.execute(_RESTS)
         base.execute(f"PRAGMA user_version = {_LAYOUT}")
+    for statement in _INDEXES:
+        base.execute(statement)
     # An older zlaunch may still add rows.
     for row in base.execute("SELECT id, submission FROM jobs WHERE run_dir IS NULL").fetchall():
         run_id, run_dir = _identity(row["submission"])

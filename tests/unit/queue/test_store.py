@@ -8,6 +8,7 @@ import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,6 +243,43 @@ def test_a_look_at_jobs_that_wait_parses_no_submission_twice(
     for _ in range(3):
         assert len(store.jobs("waiting")) == 20
     assert len(parsed) == 20
+
+
+def test_a_look_at_jobs_that_have_not_changed_reads_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has the environment in front of what changes: an index answers instead."""
+    store = Store(tmp_path)
+    for number in range(3):
+        store.add(submission(number, run_dir=str(tmp_path / f"{number}")), {})
+    store.jobs("waiting")
+    asked: list[str] = []
+    connect = sqlite3.connect
+
+    def traced(*arguments: Any, **more: Any) -> sqlite3.Connection:
+        base = connect(*arguments, **more)
+        base.set_trace_callback(asked.append)
+        return base
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    assert len(store.jobs("waiting")) == len(store.states_under(tmp_path)) == 3
+    questions = [text for text in asked if text.startswith("SELECT")]
+    assert len(questions) == 2
+    with closing(connect(tmp_path / "jobs.sqlite")) as base:
+        for text in questions:
+            plan = str(base.execute(f"EXPLAIN QUERY PLAN {text}").fetchall())
+            assert "USING COVERING INDEX" in plan, plan
+
+
+def test_a_job_that_another_process_has_started_again_is_read_again(tmp_path: Path) -> None:
+    """A daemon that was killed between its note and the start: the attempt has the same number."""
+    store, other = Store(tmp_path), Store(tmp_path)
+    store.start(store.add(submission(), {}), {"localhost": (0,)})
+    [job] = store.jobs("running")
+    other.wait_again(job, "", attempt=job.attempt, failures=0)
+    other.start(job.id, {"localhost": (1,)})
+    [job] = store.jobs("running")
+    assert job.slots == {"localhost": (1,)}
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
