@@ -61,6 +61,9 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int) -> None:
                 assert path.stat().st_mode & 0o777 == 0o600, "it has the run's environment, or its code"
                 continue
             mode = path.stat().st_mode & 0o777
+            if path == tmp_path / "exported" / "run":
+                assert mode == 0o700, "a run's folder is for its user alone"
+                continue
             program = path.is_dir() or path.name == "zero_to_fp32.py"
             seen += 1
             if mode != (0o777 if program else 0o666) & ~umask:

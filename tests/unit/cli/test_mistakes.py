@@ -120,6 +120,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("train.py", "run.sh", "job.sbatch", "notes.ipynb"):
         Path(name).write_text("#!/bin/bash\n" if name.endswith(("sh", "sbatch")) else "{}\n")
     Path("project").mkdir()
