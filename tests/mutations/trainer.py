@@ -1,0 +1,22 @@
+"""List mutations of what zlaunch does for the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "runtime/checkpoint/trainer_checkpoints.py",
+        "return 8 + length + max(ends, default=0) == size",
+        "return True",
+        "a Trainer resumes from weights that are cut off",
+        ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
+    ),
+    Mutation(
+        "runtime/step_losses.py",
+        "self._count = 1 if is_share else self._count + 1",
+        "self._count += 1",
+        "the Trainer's loss is divided by the micro-batches twice",
+        ("tests/runtime/test_averaging.py",),
+    ),
+)
