@@ -137,7 +137,7 @@ def test_there_is_a_script_for_each_shell(shell: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ("tcsh_source", "there is bash_source, zsh_source, fish_source"),
+        ("tcsh_source", "use bash_source, zsh_source or fish_source"),
         ("bash_complete", "called by the shell"),
     ],
 )

@@ -400,7 +400,7 @@ def test_variables_given_go_to_local_workers_too(tmp_path: Path) -> None:
     for option, words in (
         ("--env=RANK=3", "zlaunch sets this variable"),
         ("--ssh_port=99", "--ssh_port has no effect here"),
-        ("--requeue", "not inside a SLURM job"),
+        ("--requeue", "works only inside a SLURM job"),
     ):
         launch = run(tmp_path, option, script=script)
         assert launch.process.returncode == 2 and words in launch.err

@@ -376,7 +376,7 @@ def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
         return True
     print(name)
     if not quiet:
-        print(f"zlaunch: it goes on by itself: zlaunch attach {name}, logs -f, wait, stop", file=sys.stderr)
+        print(f"zlaunch: it continues in the background: zlaunch attach {name}, logs -f, wait, stop", file=sys.stderr)
     if advice := ended_at_logout():
         print(f"zlaunch: warning: {advice}", file=sys.stderr)
     return False
