@@ -123,7 +123,7 @@ def test_chance_chooses_who_has_room() -> None:
     ("options", "said"),
     [
         ({"ep_size": 3}, "4 experts cannot be divided by ep_size = 3"),
-        ({"k": 5}, "k = 5 of 4 experts"),
+        ({"k": 5}, "k is 5, expected 1 to 4"),
         ({"noisy_gate_policy": "Loud"}, "noisy_gate_policy is 'Loud'"),
     ],
 )

@@ -112,7 +112,7 @@ def _groups() -> list[Any]:
     assert groups._get_expert_parallel_rank() == rank % 2
     assert groups._get_expert_data_parallel_rank() == rank // 2
     assert groups._get_expert_data_parallel_world_size() == 2
-    with pytest.raises(ValueError, match="only 'ep_size_2'"):
+    with pytest.raises(ValueError, match="the only group is 'ep_size_2'"):
         groups._get_expert_parallel_group("ep_size_4")
     return found
 

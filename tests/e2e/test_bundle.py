@@ -205,7 +205,7 @@ def test_an_existing_archive_is_replaced_on_demand_only(tmp_path: Path) -> None:
 
 def test_no_runs(tmp_path: Path) -> None:
     done = zlaunch(tmp_path, "bundle")
-    assert done.returncode == 2 and "there are no runs" in done.stderr
+    assert done.returncode == 2 and "last: no runs in" in done.stderr
 
 
 @pytest.fixture

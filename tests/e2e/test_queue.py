@@ -418,7 +418,7 @@ def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
     for arguments, text in (
         (("--num_gpus=7", "train.py"), "localhost has 6 slot(s)"),
         (("missing.py",), "missing.py"),
-        (("--hostfile=unknown", "train.py"), "write slots=N behind localhost"),
+        (("--hostfile=unknown", "train.py"), "write slots=N after localhost"),
         (("--after=never", "train.py"), "no run 'never'"),
         (("--time=soon", "train.py"), "--time 'soon': write it as"),
         (("--detach", "train.py"), "No such option"),

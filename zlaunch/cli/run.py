@@ -164,7 +164,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     plan = launcher.known_plan()
     count, spares = len(launcher.hosts), options.spares
     if spares >= count:
-        raise click.UsageError(f"--spares {spares}: there are {count} hosts")
+        raise click.UsageError(f"--spares {spares}: at least one of the {count} hosts must not be a spare")
     if given["min_nodes"] is not None and given["min_nodes"] > count - spares:
         besides = f" besides {spares} spare ones" if spares else ""
         raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {count - spares} hosts{besides}")
@@ -376,7 +376,10 @@ def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
         return True
     print(name)
     if not quiet:
-        print(f"zlaunch: it continues in the background: zlaunch attach {name}, logs -f, wait, stop", file=sys.stderr)
+        print(
+            f"zlaunch: it continues in the background: zlaunch attach {name}, logs -f, wait, stop",
+            file=sys.stderr,
+        )
     if advice := ended_at_logout():
         print(f"zlaunch: warning: {advice}", file=sys.stderr)
     return False

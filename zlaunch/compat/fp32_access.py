@@ -144,7 +144,8 @@ def _alone(param: Tensor) -> _Parameter:
     if has_groups(found.unit.comm.link):
         raise UnsupportedError(
             "a local shard cannot be set when shards are replicated (shard_group, mics_shard_size, "
-            "zero_hpz_partition_size): call safe_set_full_... on all ranks"
+            "zero_hpz_partition_size): call "
+            "safe_set_full_fp32_param or safe_set_full_optimizer_state on all ranks"
         )
     return found
 

@@ -40,7 +40,7 @@ class TopKGate(nn.Module):
         if noisy_gate_policy not in _NOISE:
             raise ParameterError(f"MoE: noisy_gate_policy is {noisy_gate_policy!r}, not one of {_NOISE[1:]}")
         if not 1 <= k <= num_experts:
-            raise ParameterError(f"MoE: each token goes to k = {k} of {num_experts} experts")
+            raise ParameterError(f"MoE: k is {k}, expected 1 to {num_experts} (num_experts)")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
         self.min_capacity, self.drop_tokens, self.use_rts = min_capacity, drop_tokens, use_rts
