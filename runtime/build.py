@@ -132,6 +132,14 @@ def build_engine(
     if overflow_hint and comm.rank == 0:
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
+    overridden = []
+    if optimizer is not None and client is not None:
+        overridden += effective.override("optimizer", type(client).__name__)
+    if lr_scheduler is not None:
+        overridden += effective.override("scheduler", "its own scheduler")
+    if comm.rank == 0:
+        for warning in overridden:
+            warn(warning)
     checkpointing.apply(model, loaded.config.activation_checkpointing, comm, parts)
     kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
     if hasattr(kind, "train_batch") and not effective.config.managed_gradient_accumulation:

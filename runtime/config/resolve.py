@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..rank_mesh import MeshShape
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
@@ -59,6 +59,20 @@ class Effective:
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def override(self, section: Literal["optimizer", "scheduler"], by: str) -> list[str]:
+        """Note that the script passes an object instead of this section; return a warning if it is set."""
+        given = getattr(self.config, section)
+        if given is None or given.type is None:
+            return []
+        for path in self.sources:
+            if path.startswith(f"{section}."):
+                self.sources[path] = f"no effect: the script passes {by}"
+        argument = "optimizer" if section == "optimizer" else "lr_scheduler"
+        return [
+            f"{self.loaded.origin}: {section} {given.type} has no effect, because the script passes {by}: "
+            f"remove the section, or do not pass {argument}= to initialize"
+        ]
 
     def resolved_auto(self) -> list[str]:
         """Return a line with the value that each "auto" has become, or none."""

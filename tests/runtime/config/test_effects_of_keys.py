@@ -146,3 +146,31 @@ def _logger_level() -> tuple[int, int]:
 
 def test_log_level_is_also_the_deepspeed_logger_s() -> None:
     assert run_workers(_logger_level, 1) == [(logging.WARNING, logging.ERROR)]
+
+
+def _overridden(passed: bool) -> str:
+    zlaunch.init_distributed()
+    model = net()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    given = {
+        **config(1, 1),
+        "optimizer": {"type": "Lion", "params": {"lr": 0.5}},
+        "scheduler": scheduler,
+        "dump_state": True,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if passed else None
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer) if optimizer is not None else None
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+        engine, *_ = zlaunch.initialize(model=model, config=given, optimizer=optimizer, lr_scheduler=schedule)
+    engine.destroy()
+    return out.getvalue()
+
+
+def test_sections_that_the_script_overrides_are_named() -> None:
+    (said,) = run_workers(_overridden, 1, True)
+    assert "<dict>: optimizer Lion has no effect, because the script passes SGD: remove the section" in said
+    assert "<dict>: scheduler WarmupLR has no effect, because the script passes its own scheduler" in said
+    assert "optimizer.params.lr = 0.5  (no effect: the script passes SGD)" in said
+    (said,) = run_workers(_overridden, 1, False)
+    assert "no effect" not in said and "optimizer.params.lr = 0.5  (<dict>)" in said

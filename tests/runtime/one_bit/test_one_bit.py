@@ -285,7 +285,7 @@ def _gradients_apart() -> None:
     train(engine, data()[:6])
     engine.backward(loss_of(engine, data()[6].chunk(2)[engine.global_rank]))
     weight = engine.module.head.weight
-    with pytest.raises(zlaunch.UnsupportedError, match="each has its own gradients"):
+    with pytest.raises(zlaunch.UnsupportedError, match="each rank has its own gradients"):
         zlaunch.safe_get_full_grad(weight)
     engine.step()
     engine.destroy()
