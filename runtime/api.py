@@ -56,9 +56,9 @@ def initialize(
 
     ``config`` is a path (JSON with comments, or YAML), a dict or base64 JSON; ``config_params`` and
     ``args.deepspeed_config`` are other names for it. A model as the first argument is the ``model``.
-    ``optimizer`` is an instance, a callable from
-    parameters, or None for the config's; likewise ``lr_scheduler``. Collective: every rank calls it with the
-    same model and config, and starts from rank 0's values.
+    ``optimizer`` is an instance, a callable that takes the parameters, or None for the config's.
+    ``lr_scheduler`` is an instance, a callable that takes the optimizer, or None for the config's.
+    Collective: every rank calls it with the same model and config, and starts from rank 0's values.
 
     Returns ``(engine, optimizer, dataloader, lr_scheduler)``, with None for what was neither given nor
     configured. Raises ConfigError for a bad config, RankMismatchError when the ranks differ, TypeError for

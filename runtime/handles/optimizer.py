@@ -208,8 +208,8 @@ def check_mark(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     given = state_dict.get(MARK)
     if given is None:
         raise OptimizerError(
-            "this state dict is not from an engine's optimizer: an engine cannot load the state of a plain "
-            "torch optimizer and starts with fresh state"
+            "this state dict is not from an engine's optimizer: to import the state of a plain torch "
+            "optimizer, save it with torch.distributed.checkpoint and run `zlaunch checkpoint import`"
         )
     for key, value in own.items():
         if given.get(key) != value:

@@ -56,8 +56,8 @@ def _shows_little(parameter: Tensor) -> int:
 
 def _used(optimizer: torch.optim.Optimizer) -> ValueError:
     return ValueError(
-        f"optimizer {type(optimizer).__name__} already has state: pass a new one to zlaunch.initialize, and "
-        "load its state afterwards"
+        f"optimizer {type(optimizer).__name__} already has state: pass a new one to zlaunch.initialize. "
+        "To import the state, save it with torch.distributed.checkpoint and run `zlaunch checkpoint import`"
     )
 
 

@@ -15,7 +15,7 @@ from zlaunch.system.devices import discover
 
 _PORT = 29500
 """Where all meet without --master_port, as in DeepSpeed: nobody can tell the others of a free one."""
-_KNOWS_NO_OTHER = "every node is started by itself here, and knows no other"
+_KNOWS_NO_OTHER = "nodes that you start yourself cannot act together: remove it, or use --hostfile"
 
 
 class ManualLauncher(ThisNodeLauncher):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 LIFTED = (
-    "all ranks wait for the debugger: off are --hang_timeout, timeouts of collectives (they are 20 days) and "
-    "NCCL's monitor"
+    "with --debug, no timeout ends the run: --hang_timeout and NCCL's monitor are off, and collectives wait "
+    "up to 20 days"
 )
 
 
