@@ -212,7 +212,7 @@ def _built(model: ModelSizes) -> nn.Module:
     return model.build()
 
 
-class _PeakTracker(MemTracker):
+class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]  # torch's own is untyped
     """Follows the peak of the whole model. Torch's tracker also looks at each module after each operation:
     three quarters of the time of a large model.
     """

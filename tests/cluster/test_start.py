@@ -367,7 +367,7 @@ def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> 
     ]
     (tmp_path / "x").mkdir()
     lost = Launch(tmp_path / "x", *options, prefix=mpirun(cluster), script=script)
-    assert lost.wait() == 2 and "not where node 0 is" in lost.err, lost.err
+    assert lost.wait() == 2 and "no address of node 0" in lost.err, lost.err
 
 
 @pytest.mark.needs("mpirun.openmpi")

@@ -23,6 +23,7 @@ from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
 from zlaunch.plan.options import Options, python_there
+from zlaunch.system.devices import discover
 
 if TYPE_CHECKING:
     from zlaunch.launchers.arrival import Arrival
@@ -176,10 +177,13 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
         folder=given["workdir"],
         world_sizes=launcher.world_sizes,
     )
+    granted = allocation.nodes[0].gpus if allocation is not None and launcher.name == registry.LOCAL else 0
+    if granted and not discover(os.environ).tokens:
+        unseen = f"SLURM gave this job {granted} GPU(s), but none is visible: the workers use the CPU"
+        print(f"zlaunch: warning: {unseen}", file=sys.stderr)
     arrival: Arrival | None = given.get("arrival")
-    if (
-        arrival is not None and not given["dry_run"]
-    ):  # all else is right: only now the other nodes count on us
+    # all else is right: only now the other nodes count on us
+    if arrival is not None and not given["dry_run"]:
         number = arrival.number(given["connect_timeout"], partial(_say, quiet=given["quiet"]))
         launcher = kind(replace(options, node_rank=number), allocation)
         plan = launcher.known_plan()

@@ -60,8 +60,11 @@ def _living(text: str, command: str) -> FoundRun:
         raise click.UsageError(f"{text} has already ended, at {_moment(known.ended)}, {code}")
     if run.is_elsewhere:
         program = f"{sys.executable} -m zlaunch"  # whatever the PATH is there
-        there = f"ssh {known.host} {program} {command} {run.path.absolute()}"
-        raise click.UsageError(f"the launcher of {text} is on {known.host}: {there}")
+        there = f"{program} {command} {run.path.absolute()}"
+        raise click.UsageError(
+            f"the launcher of {text} is on {known.host}: ssh {known.host} {there}; "
+            f"or, in a SLURM job: srun --overlap --jobid JOB -n1 {there}"
+        )
     if known.is_of_other_namespace and run.state == "running":
         raise click.UsageError(
             f"the launcher of {text} is in another container on this host: zlaunch {command} there"

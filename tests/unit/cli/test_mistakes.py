@@ -6,6 +6,7 @@ The table was written from the user's side: what somebody types on the first day
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,20 @@ def test_the_words_of_other_launchers_work(line: str, capsys: pytest.CaptureFixt
     assert main(words) == 0
     (node,) = json.loads(capsys.readouterr().out)["nodes"]
     assert len(node["workers"]) == ACCEPTED[line]
+
+
+def test_gpus_of_a_slurm_job_that_are_not_visible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = socket.gethostname().partition(".")[0]
+    for name, value in (
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_JOB_NODELIST", here),
+        ("SLURM_NODELIST", here),
+        ("SLURM_JOB_NUM_NODES", "1"),
+        ("SLURM_GPUS_ON_NODE", "2"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert main(["--dry_run", "train.py"]) == 0
+    said = "zlaunch: warning: SLURM gave this job 2 GPU(s), but none is visible: the workers use the CPU\n"
+    assert said in capsys.readouterr().err
