@@ -127,14 +127,16 @@ class Controller:
             self.files.event({"type": "outcome", "errors": self.verdict.errors})
             self.files.close()
             self.console.close()
-        if bound := what_bounds(self.progress, self.hosts):
-            self.console.message(bound)
-        return self.verdict.outcome(
+        outcome = self.verdict.outcome(
             self.signum,
             save_asked=self.save_asked,
             regroups=self.regrouping,
             vanished=len(self.gone) == len(self.links),
         )
+        # After a failure the user looks for its cause, and a stopped run was cut off in mid-step.
+        if outcome.code == 0 and (bound := what_bounds(self.progress, self.hosts)):
+            self.console.message(bound)
+        return outcome
 
     # -- the run -------------------------------------------------------------------------------
 

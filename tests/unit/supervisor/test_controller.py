@@ -121,6 +121,20 @@ def test_each_agent_gets_its_own_part_of_the_plan(scene: Scene) -> None:
         assert [worker["rank"] for worker in node["workers"]] == [rank] and agent.commands() == []
 
 
+@pytest.mark.parametrize(("code", "bounded"), [(0, True), (7, False)])
+def test_what_bounds_the_steps_is_said_only_after_a_clean_end(scene: Scene, code: int, bounded: bool) -> None:
+    """After a failure the last lines are its cause."""
+    times = {"forward_ms": 1.0, "backward_ms": 2.0, "script_ms": 97.0, "all_ms": 100.0}
+    others = {"step_ms": 0.0, "communication_ms": 0.0, "disk_ms": 0.0}
+    for rank in (0, 1):
+        values = {"engine_step": 12, "step": 12, **times, **others}
+        scene.say(rank, {"type": "metrics", "time": 1.0, "values": values})
+    scene.end(0, code=code)
+    scene.end(1)
+    assert scene.run().code == code
+    assert ("bounds the step" in scene.shown()) is bounded
+
+
 def test_a_failure_stops_the_other_nodes_and_is_the_exit_code(scene: Scene) -> None:
     scene.end(1, code=7)
     outcome = scene.run()
