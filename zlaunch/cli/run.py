@@ -75,7 +75,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
             (command[0], *given.get("configs", ()), *command[1:]),
             module=given["module"],
             folder=given["workdir"],
-            world_size=plan.world_size,
+            world_size=plan.run_world_size,
         )
         _print_plan(plan, mesh, as_json=given["as_json"])
         if launcher.spans_nodes:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from zlaunch.plan.build import make_plan
-from zlaunch.plan.facts import NodeSpec, Part, RunFacts
+from zlaunch.plan.facts import NodeSpec, RunFacts
 from zlaunch.plan.options import Options
-from zlaunch.plan.plan import NodePlan, Plan
+from zlaunch.plan.plan import NodePlan, Part, Plan
 from zlaunch.supervisor.job import Job
 from zlaunch.supervisor.run_record import first_batches, resume_folder
 from zlaunch.system.processes import python_module_argv
@@ -87,7 +87,7 @@ class Launcher(Job):
         they are not known.
         """
         plan = self.known_plan()
-        return () if plan is None else (plan.world_size,)
+        return () if plan is None else (plan.run_world_size,)
 
     @abstractmethod
     def known_plan(self) -> Plan | None:

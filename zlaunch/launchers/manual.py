@@ -9,8 +9,7 @@ from zlaunch.hostfiles import grammar
 from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.selection import HostSelection
 from zlaunch.launchers.this_node import ThisNodeLauncher
-from zlaunch.plan.facts import Part
-from zlaunch.plan.plan import Plan
+from zlaunch.plan.plan import Part, Plan
 from zlaunch.system.devices import discover
 
 _PORT = 29500

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.base import FOR_SEVERAL_NODES
 from zlaunch.launchers.this_node import ThisNodeLauncher
-from zlaunch.plan.facts import NodeSpec, Part
+from zlaunch.plan.facts import NodeSpec
 from zlaunch.plan.options import agreed_port
-from zlaunch.plan.plan import Plan
+from zlaunch.plan.plan import Part, Plan
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation

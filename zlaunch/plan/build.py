@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.facts import NodeSpec, Part, RunFacts
-from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
+from zlaunch.plan.facts import NodeSpec, RunFacts
+from zlaunch.plan.plan import NodePlan, Part, Plan, WorkerPlan
 from zlaunch.plan.worker_env import common_env, worker_env
 
 
@@ -25,6 +25,7 @@ def make_plan(
 
     `part` is given where other launchers start the other nodes; None: these nodes are the whole run.
     """
+    given = part
     part = part or Part(0, sum(node.workers for node in nodes), 0, len(nodes))
     if run.debug_rank is not None and run.debug_rank >= part.world_size:
         rank = run.debug_rank
@@ -58,4 +59,5 @@ def make_plan(
         preload=program.preload,
         in_step=run.in_step,
         python=program.mode != "exec",
+        part=given,
     )

@@ -57,13 +57,3 @@ class NodeSpec:
     """The interpreter there; None: this one."""
     is_local: bool = True
     """Tells whether the launcher is on this node."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Says where the nodes of a plan stand in a run whose other nodes are started by other launchers."""
-
-    first_rank: int
-    world_size: int
-    first_node: int
-    node_count: int

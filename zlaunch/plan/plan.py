@@ -82,6 +82,16 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Says where the nodes of a plan stand in a run whose other nodes are started by other launchers."""
+
+    first_rank: int
+    world_size: int
+    first_node: int
+    node_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Holds the whole launch. An agent gets a plan with its own node alone."""
 
@@ -103,11 +113,18 @@ class Plan:
     """Other launchers of the SLURM step run the other nodes, and are told when this one is gone."""
     python: bool = True
     """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
+    part: Part | None = None
+    """Its place in the run; None: these nodes are the whole run."""
 
     @property
     def world_size(self) -> int:
-        """Return how many workers there are in all."""
+        """Return how many workers this launcher starts."""
         return sum(len(node.workers) for node in self.nodes)
+
+    @property
+    def run_world_size(self) -> int:
+        """Return how many workers the run has, with those of other launchers."""
+        return self.world_size if self.part is None else self.part.world_size
 
     def for_node(self, index: int) -> Plan:
         """Return the part that one agent carries out."""
@@ -141,4 +158,5 @@ class Plan:
             )
             for node in data["nodes"]
         )
-        return Plan(**{**data, "nodes": nodes, "preload": tuple(data["preload"])})
+        part = None if data["part"] is None else Part(**data["part"])
+        return Plan(**{**data, "nodes": nodes, "preload": tuple(data["preload"]), "part": part})

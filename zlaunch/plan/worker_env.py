@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zlaunch.plan.facts import NodeSpec, Part, RunFacts
-from zlaunch.plan.plan import LOCAL_HOST
+from zlaunch.plan.facts import NodeSpec, RunFacts
+from zlaunch.plan.plan import LOCAL_HOST, Part
 from zlaunch.runtime.world_sizes import write_world_sizes
 from zlaunch.system.devices import visible_for_workers
 

@@ -70,7 +70,8 @@ def _place(mesh: MeshShape, rank: int) -> str:
 
 def _draw(plan: Plan, mesh: MeshShape) -> RenderableType:
     """Draw the mesh: a row for each rank with samples of its own, or group of ranks that share samples."""
-    hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
+    known = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
+    hosts = [known.get(rank, "another node") for rank in range(plan.run_world_size)]
     sizes = " * ".join(f"{name} {size}" for name, size in mesh.axes.items())
     table = Table(title=f"mesh: {sizes}", title_justify="left")
     table.add_column("")
@@ -101,7 +102,11 @@ def _row(mesh: MeshShape, rank: int, *without: str) -> str:
 
 
 def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:
-    yield f"workers     {plan.world_size} on {len(plan.nodes)} node(s), grace period {plan.grace_s:g} s"
+    part = plan.part
+    nodes = len(plan.nodes) if part is None else part.node_count
+    yield f"workers     {plan.run_world_size} on {nodes} node(s), grace period {plan.grace_s:g} s"
+    if part is not None:
+        yield f"this node   {part.first_node} of 0-{nodes - 1}, with {plan.world_size} worker(s)"
     yield f"rendezvous  {plan.master_addr}:{plan.master_port}"
     yield f"run_dir     {plan.run_dir}"
     yield f"cwd         {plan.cwd}"

@@ -169,3 +169,11 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         check=True,
     )
     assert "8 is less than" in done.stdout and done.stdout.endswith("False\n")
+
+
+def test_a_config_is_checked_for_all_nodes_where_this_launches_one(launch: Launch) -> None:
+    sizes = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    nodes = ("--num_gpus=1", "--num_nodes=3", "--node_rank=1", "--master_addr=localhost")
+    code, said = launch("--config", "ds.json", files={"ds.json": sizes}, options=nodes)
+    assert code == 0, said
+    assert "6" in refused(launch, "--config", "ds.json", options=("--num_nodes=2", *nodes[:1], *nodes[2:]))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, RunFacts
-from zlaunch.plan.plan import Plan, Program, is_secret, without_secrets
+from zlaunch.plan.plan import Part, Plan, Program, is_secret, without_secrets
 from zlaunch.runtime.rank_mesh import MeshShape
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
@@ -130,6 +130,26 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
     text = out.getvalue()
     assert text.count("WORLD_SIZE=2") == 2  # also in LOCAL_WORLD_SIZE
     assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
+
+
+def test_the_table_of_one_node_counts_those_of_other_launchers() -> None:
+    run = RunFacts(
+        program=Program("script", "train.py"),
+        run_id="id",
+        run_dir="/runs/id",
+        cwd="/work",
+        grace_s=3.0,
+        bootstrap=("boot",),
+        environ={},
+    )
+    part = Part(first_rank=2, world_size=4, first_node=1, node_count=2)
+    made = make_plan(run, [NodeSpec("b", 2, 2)], master_addr="a", master_port=1, part=part)
+    assert Plan.from_dict(json.loads(encode(asdict(made)))) == made
+    out = StringIO()
+    Console(file=out, width=140).print(plan_table(made, MeshShape(2, tensor=2)))
+    text = " ".join(out.getvalue().split())
+    assert "workers 4 on 2 node(s), grace" in text and "this node 1 of 0-1, with 2 worker(s)" in text
+    assert "rank 0 on another node" in text and "rank 3 on b" in text
 
 
 def test_a_long_table_shows_its_ends() -> None:

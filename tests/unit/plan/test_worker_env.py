@@ -10,8 +10,8 @@ import pytest
 
 from zlaunch.errors import LaunchError
 from zlaunch.plan.build import make_plan
-from zlaunch.plan.facts import NodeSpec, Part, RunFacts
-from zlaunch.plan.plan import Program, WorkerPlan
+from zlaunch.plan.facts import NodeSpec, RunFacts
+from zlaunch.plan.plan import Part, Program, WorkerPlan
 
 RUN = RunFacts(
     program=Program("script", "train.py"),
