@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -18,7 +18,7 @@ from ..config.monitors import without_secrets
 from ..config.other_sections import CheckpointSection
 from ..data import EngineLoader
 from ..environment import read_environment
-from ..log import say, warn
+from ..log import counted, say, warn
 from ..optim.sharded_optimizer import ShardedOptimizer
 from ..precision.loss_scaler import DeviceLossScaler, LossScaler
 from ..preemption import REQUEUE_EXIT_CODE
@@ -316,6 +316,7 @@ class Checkpointer:
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
             come_to_rest(self._sharded, self._shard_step)
+            given = self._base_rates()
             self._half_loaded = "another rank failed"
             try:
                 restore_shards(checkpoint, self._sharded, step)
@@ -331,8 +332,10 @@ class Checkpointer:
                 saved = checkpoint.manifest
                 say(
                     f"loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
-                    f"{saved['world_size']} ranks at stage {saved['stage']})"
+                    f"{counted(saved['world_size'], 'rank')} at stage {saved['stage']})"
                 )
+                if schedule is not None or self._run.lr_scheduler is None:
+                    self._tell_rates(given)
             return str(checkpoint.folder), facts["client_state"]
         finally:
             checkpoint.close()
@@ -367,6 +370,32 @@ class Checkpointer:
                 f"{folder}: has the state of the scheduler {saved['class']}, but the engine has {kind}: pass "
                 "load_lr_scheduler_states=False to restart the schedule"
             )
+
+    def _base_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group before a schedule; empty if the schedule computes
+        its rates from the config alone, which a load does not change.
+        """
+        step, scheduler = self._shard_step, self._run.lr_scheduler
+        if step is None:
+            return []
+        step.take_hyperparameters()
+        name = "lr" if scheduler is None else "initial_lr"  # torch's schedulers keep it there
+        return [float(group[name]) for group in step.optimizer.param_groups if name in group]
+
+    def _tell_rates(self, given: Sequence[float]) -> None:
+        """Tell the user that the checkpoint's learning rate has replaced another one."""
+        for index, (mine, loaded) in enumerate(zip(given, self._base_rates(), strict=True)):
+            if mine == loaded:
+                continue
+            group = f" of parameter group {index}" if len(given) > 1 else ""
+            change = f'set optimizer.param_groups[{index}]["lr"] after load_checkpoint'
+            if self._run.lr_scheduler is not None:  # its state has the rate, too
+                change = f"pass load_lr_scheduler_states=False and {change}"
+            say(
+                f"the learning rate{group} is {loaded:g} from the checkpoint, not {mine:g} as configured; to "
+                f"change it, {change}"
+            )
+            return
 
     def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
         """Restore counters, loss scale, schedule, data loader and random generators."""

@@ -76,6 +76,39 @@ def _save(folder: str) -> None:
     engine.destroy()
 
 
+def _loads_with_other_rates(folder: str) -> list[str]:
+    """Load a checkpoint under other learning rates; return what is said each time."""
+    join()
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 2}}}
+    cases: list[tuple[float, dict[str, Any], Any]] = [
+        (1e-3, {}, None),
+        (2e-3, {}, None),
+        (2e-3, {}, torch.optim.lr_scheduler.StepLR),
+        (2e-3, schedule, None),
+    ]
+    said = []
+    for index, (rate, more, kind) in enumerate(cases):
+        for lr in (1e-3, rate):
+            given = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": lr}}, **more}
+            made = None if kind is None else lambda optimizer, kind=kind: kind(optimizer, 5)
+            engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=given, lr_scheduler=made)
+            if lr == 1e-3 and not (Path(folder) / str(index)).exists():
+                engine.save_checkpoint(f"{folder}/{index}")
+            else:
+                said.append(_load(engine, f"{folder}/{index}")[1])
+            engine.destroy()
+    return said
+
+
+def test_a_load_names_both_learning_rates_where_they_differ(tmp_path: Path) -> None:
+    (same, other, scheduled, from_config), *_ = run_workers(_loads_with_other_rates, 1, str(tmp_path))
+    change = 'optimizer.param_groups[0]["lr"] after load_checkpoint'
+    rates = "zlaunch: the learning rate is 0.001 from the checkpoint, not 0.002 as configured; to change it, "
+    assert same.count("\n") == from_config.count("\n") == 1 and "saved by 1 rank at stage" in same
+    assert other.endswith(f"\n{rates}set {change}\n")
+    assert scheduled.endswith(f"\n{rates}pass load_lr_scheduler_states=False and set {change}\n")
+
+
 def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_workers(_save, 1, str(tmp_path))
     other = nn.Sequential(nn.Linear(2, 2))
