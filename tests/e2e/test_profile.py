@@ -47,6 +47,12 @@ def test_a_trace_has_the_parts_of_its_steps(steps: str, count: int, tmp_path: Pa
     assert any(name.startswith("zlaunch::gather ") for name in names) and "aten::addmm" in names
 
 
+def test_a_script_without_an_engine_has_no_trace(tmp_path: Path) -> None:
+    launch = run(tmp_path, "--no_local_rank", "--profile=2", script="print(1)")
+    assert launch.process.returncode == 0, launch.err
+    assert "--profile has written no trace" in launch.err and "zlaunch.initialize" in launch.err
+
+
 @pytest.mark.exhaustive
 def test_steps_that_never_come(tmp_path: Path) -> None:
     script = TRAIN.replace("OWN", "False")

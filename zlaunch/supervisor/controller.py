@@ -93,6 +93,8 @@ class Controller:
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
+        self.has_engine = False
+        """Whether the script has made an engine."""
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
         self.progress = console.progress
@@ -133,10 +135,23 @@ class Controller:
             regroups=self.regrouping,
             vanished=len(self.gone) == len(self.links),
         )
-        # After a failure the user looks for its cause, and a stopped run was cut off in mid-step.
-        if outcome.code == 0 and (bound := what_bounds(self.progress, self.hosts)):
-            self.console.message(bound)
+        if outcome.code == 0:  # after a failure the user looks for its cause
+            self._tell_of_steps()
         return outcome
+
+    def _tell_of_steps(self) -> None:
+        if bound := what_bounds(self.progress, self.hosts):
+            self.console.message(bound)
+        profiled = any(
+            worker.rank == 0 and "ZLAUNCH_PROFILE" in worker.env
+            for node in self.plan.nodes
+            for worker in node.workers
+        )
+        if profiled and not self.has_engine:
+            self.console.message(
+                "--profile has written no trace: it records steps of an engine, and the script made none. "
+                "Call zlaunch.initialize, or use torch.profiler in the script"
+            )
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -306,6 +321,7 @@ class Controller:
             self.console.metrics(event)
         elif kind in ("environment", "standing"):
             if kind == "environment":
+                self.has_engine = True
                 run_record.made_engine(self.plan, self.attempt, event)
             self.progress.take(event)
             self.hang.standing(event)
