@@ -151,12 +151,26 @@ def without_stacks(lines: Sequence[str]) -> list[str]:
     return kept
 
 
-def _hint(tail: Sequence[str]) -> str:
+_HINTS = (
     # argparse's words, or those of a parser of the script's own: "ValueError: Unknown config key: local_rank"
-    if any(re.search(r"[Ee]rror: .*\blocal_rank\b", line) for line in tail):
-        return (
-            "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)"
-        )
-    if any("unrecognized arguments: --num_gpus" in line for line in tail):
-        return "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it"
-    return ""
+    (
+        r"[Ee]rror: .*\blocal_rank\b",
+        "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
+    ),
+    (
+        r"unrecognized arguments: --num_gpus",
+        "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it",
+    ),
+    (
+        r"gloo.*op\.preamble\.length <= op\.nbytes",
+        "the ranks called different collectives, or passed tensors of different sizes. Every rank must make "
+        "the same calls in the same order: look for a call under `if rank == 0`, and for shapes or dtypes "
+        "that differ",
+    ),
+)
+"""What a line of the output matches -> what the user can do."""
+
+
+def _hint(tail: Sequence[str]) -> str:
+    found = (hint for pattern, hint in _HINTS if any(re.search(pattern, line) for line in tail))
+    return next(found, "")

@@ -105,6 +105,16 @@ def test_report_hints_at_no_local_rank() -> None:
     assert "--no_local_rank" not in report(Failure(0, "h", 0, "exit", 2), ["local_rank 0: Error"], "log")
 
 
+def test_report_hints_at_different_collectives() -> None:
+    gloo = (
+        "[enforce fail at /x/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8."
+    )
+    text = report(
+        Failure(0, "h", 0, "signal", -6), [f"  what():  {gloo}", "Fatal Python error: Aborted"], "log"
+    )
+    assert "hint: the ranks called different collectives" in text
+
+
 def test_the_cause_stands_in_the_report_once() -> None:
     traceback = "Traceback (most recent call last):\n  File 'x.py'\nValueError: bad shape\n"
     failure = Failure(1, "h", 0, "exception", 1, exception="ValueError: bad shape", traceback=traceback)
