@@ -27,7 +27,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         ),
         ("num_gpus",),
     ),
-    **dict.fromkeys(("node", "nodes", "n_nodes", "N", "num_hosts"), ("num_nodes",)),
+    # a launch takes these, `submit` does not
+    **dict.fromkeys(("nproc_per_node", "num_processes"), ("num_gpus",)),
+    **dict.fromkeys(("node", "nodes", "n_nodes", "N", "num_hosts", "nnodes", "num_machines"), ("num_nodes",)),
     **dict.fromkeys(("host", "hosts", "machinefile", "host_file"), ("hostfile",)),
     **dict.fromkeys(("nodelist", "w"), ("include",)),
     "x": ("exclude",),

@@ -70,6 +70,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "run.sh": ("run.sh", "--no_python"),
     "job.sbatch": ("job.sbatch", "sbatch job.sbatch"),
     "": ("no script", "zlaunch -h"),
+    "submit --nproc_per_node 2 train.py": ("--num_gpus",),
+    "submit --nnodes 2 train.py": ("--num_nodes",),
     "-m train.py": ("train.py", "remove -m"),
     # Values
     "--num_gpus all train.py": ("--num_gpus", "'all'", "whole number"),
