@@ -24,7 +24,8 @@ def list_packages(found: Iterable[metadata.Distribution] | None = None) -> list[
     counts, as for an import.
     """
     lines: dict[str, str] = {}
-    for each in metadata.distributions() if found is None else found:
+    # A checkout on the path has an egg-info folder, which does not say where the package was installed from.
+    for each in sorted(metadata.distributions() if found is None else found, key=_is_of_checkout):
         name = each.metadata["Name"] if each.metadata is not None else None
         if not name:  # what a broken installation leaves behind
             where = getattr(each, "_path", "?")
@@ -33,6 +34,10 @@ def list_packages(found: Iterable[metadata.Distribution] | None = None) -> list[
         key = re.sub(r"[-_.]+", "-", name).lower()
         lines.setdefault(key, _line(name, each.version, _direct_url(each)))
     return [lines[key] for key in sorted(lines)]
+
+
+def _is_of_checkout(package: metadata.Distribution) -> bool:
+    return str(getattr(package, "_path", "")).endswith(".egg-info")
 
 
 def _direct_url(package: metadata.Distribution) -> Mapping[str, Any]:

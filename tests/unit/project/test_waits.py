@@ -28,6 +28,7 @@ ENDS = {
     ("network.py", "connection.recv"): "the socket has a timeout",
     ("arrival.py", "connection.recv"): "the socket has a timeout",
     ("descriptors.py", "self._selector.select"): "given in seconds",
+    ("git_state.py", "selector.select"): "given in seconds",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
     ("uplink.py", "select.select"): "given in seconds",
     ("daemon.py", "select.select"): "given in seconds",
