@@ -29,6 +29,7 @@ ENDS = {
     ("arrival.py", "connection.recv"): "the socket has a timeout",
     ("descriptors.py", "self._selector.select"): "given in seconds",
     ("git_state.py", "selector.select"): "given in seconds",
+    ("provenance.py", "self._helper.communicate"): "a thread of its own; the run's end kills the helper",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
     ("uplink.py", "select.select"): "given in seconds",
     ("daemon.py", "select.select"): "given in seconds",
