@@ -225,7 +225,8 @@ def _explain(s: HostSettings, error: BaseException) -> str:
         tried = ", ".join(s.identity_files) or "the agent's keys and ~/.ssh"
         return f"{target} refused our keys (tried {tried}): ssh-copy-id -p {s.port} {s.user}@{s.hostname}"
     if isinstance(error, socket.gaierror):
-        return f"no such host: {s.hostname} ({error.strerror})"
+        resolved = "" if s.hostname == s.alias else f": {s.hostname}"  # the alias is in front already
+        return f"no such host{resolved} ({error.strerror})"
     if isinstance(error, (TimeoutError, socket.timeout)):
         return f"{target} did not answer within {s.timeout_s:g} s: is it up, is the address right?"
     errors = getattr(error, "errors", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import paramiko
 import pytest
 
-from zlaunch.transports.ssh import SshTransport
+from zlaunch.errors import NodeError
+from zlaunch.transports.ssh import SshTransport, open_ssh
+from zlaunch.transports.ssh_config import HostSettings
 
 
 class CutChannel:
@@ -48,3 +51,30 @@ def test_a_connection_that_is_cut_prints_no_traceback(
     transport.send({"cmd": "ping"})
     transport._writer.join()
     assert seen == [] and transport.close(timeout_s=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("hostname", "said"),
+    [("n1", "no such host (unknown)"), ("n1.example", "no such host: n1.example (unknown)")],
+)
+def test_a_host_without_an_address_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, hostname: str, said: str
+) -> None:
+    def connect(self: paramiko.SSHClient, *args: object, **more: object) -> None:
+        raise socket.gaierror(-2, "unknown")
+
+    monkeypatch.setattr(paramiko.SSHClient, "connect", connect)
+    settings = HostSettings(
+        alias="n1",
+        hostname=hostname,
+        user="me",
+        port=22,
+        identity_files=(),
+        identities_only=True,
+        known_hosts=("none",),
+        accept_new=False,
+        timeout_s=1.0,
+    )
+    with pytest.raises(NodeError) as caught:
+        open_ssh(settings, "python", accept_new=False)
+    assert (caught.value.host, caught.value.text) == ("n1", said)
