@@ -15,6 +15,8 @@ _INDICES = r"\d+(-\d+(:\d+)?)?"
 _ARRAY = re.compile(rf"{_INDICES}(,{_INDICES})*(%\d+)?", re.ASCII)
 _GPUS = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9]\d{0,3}", re.ASCII)
 _SIGNAL = re.compile(r"(?:B:)?((?:[A-Z][A-Z0-9]*|\d{1,2})(?:@\d{1,5})?)", re.ASCII)
+_SIGNAL_S = 60
+"""Seconds before the time limit of a `--signal` without a number."""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+", re.ASCII)
 
 _SIGNAL_COMMENT = """\
@@ -131,6 +133,14 @@ def time_limit_s(text: str) -> float:
     if not found:
         raise SlurmError(f"--time {text!r}: must be more than 0")
     return float(found)
+
+
+def signal_is_too_early(batch: BatchScript) -> bool:
+    """Return whether SLURM would send the signal at the job's start, because the time limit is no longer."""
+    if batch.signal is None or batch.time is None or not batch.time[0].isdecimal():
+        return False
+    seconds = int(batch.signal.partition("@")[2] or _SIGNAL_S)
+    return seconds >= time_limit_s(batch.time)
 
 
 def cores_of(gpus: int | str, nodes: Sequence[tuple[int, int]]) -> int | None:

@@ -368,6 +368,13 @@ MUTATIONS = (
     ),
     Mutation(
         "slurm/script.py",
+        "return seconds >= time_limit_s(batch.time)",
+        "return seconds > time_limit_s(batch.time)",
+        "a signal as long before the end as the job may run is not warned of",
+        ("tests/unit/slurm/test_script.py",),
+    ),
+    Mutation(
+        "slurm/script.py",
         'requeue = ["--requeue"] * batch.requeue',
         'requeue = ["--requeue"] * (not batch.requeue)',
         "zlaunch does not hear of --requeue",

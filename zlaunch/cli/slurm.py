@@ -62,7 +62,12 @@ _OPTIONS = (
         metavar="SIG@SECONDS",
         help="Signal that SLURM sends this many seconds before the time limit: USR1@120.",
     ),
-    option("--requeue", is_flag=True, help="Let SLURM requeue the job after a preemption or node failure."),
+    option(
+        "--requeue",
+        is_flag=True,
+        help="Requeue the job when it has saved before its time limit (--signal), or after a preemption or "
+        "node failure. The run then saves at SIGTERM, too.",
+    ),
     option(
         "--sbatch",
         multiple=True,
@@ -98,7 +103,11 @@ def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
             Path(file).write_bytes(text)
         except (OSError, ValueError) as error:
             raise click.UsageError(f"-o {file}: {getattr(error, 'strerror', None) or error}") from None
-    warn_of_one_core(batch)
+    if _is_script(batch) and not os.path.exists(batch.script):
+        _warn(
+            f"no file {batch.script!r} on this machine; the job needs it in the folder where it is submitted"
+        )
+    _warn_of_options(batch)
 
 
 @slurm.command(context_settings=_SETTINGS)
@@ -161,8 +170,32 @@ def with_cores(batch: BatchScript) -> BatchScript:
 def warn_of_one_core(batch: BatchScript) -> None:
     """Tell the user where a file asks for no number of cores: SLURM then gives each node's task one."""
     if batch.cpus_per_task is None and not _is_exclusive(batch):
-        text = "SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N"
-        click.echo(f"zlaunch: warning: {text}", err=True)
+        _warn("SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N")
+
+
+def _warn_of_options(batch: BatchScript) -> None:
+    """Tell the user what is probably wrong with a file. The cluster may have what this machine lacks."""
+    from zlaunch.slurm.script import signal_is_too_early
+
+    if batch.venv is not None and not os.path.isfile(os.path.join(batch.venv, "bin", "activate")):
+        _warn(
+            f"--venv {batch.venv}: no bin/activate there on this machine; the job fails if its node has none"
+        )
+    if signal_is_too_early(batch):
+        _warn(
+            f"--signal {batch.signal} and --time {batch.time}: the job gets the signal as soon as it starts. "
+            "Give fewer seconds, or more time"
+        )
+    warn_of_one_core(batch)
+
+
+def _warn(text: str) -> None:
+    click.echo(f"zlaunch: warning: {text}", err=True)
+
+
+def _is_script(batch: BatchScript) -> bool:
+    """Return whether zlaunch runs a Python file, not a module or a program."""
+    return not {"--module", "--no_python", "--no-python"} & set(batch.zlaunch_args)
 
 
 def _is_exclusive(batch: BatchScript) -> bool:
@@ -188,13 +221,13 @@ def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
     from zlaunch.slurm.commands import submit as hand_over
 
     batch = _batch_script(command, options)
-    if not {"--module", "--no_python", "--no-python"} & set(batch.zlaunch_args):
+    if _is_script(batch):
         check_script(command[0], SUBCOMMANDS)
     with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
         path.write_bytes(_render(batch))
         job_id = hand_over(path)
-    warn_of_one_core(batch)
+    _warn_of_options(batch)
     return job_id
 
 

@@ -549,6 +549,8 @@ def test_the_file_asks_for_cores(
     program.write_text("#!/bin/sh\necho 'gpu*|64|gpu:8'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
     line = ["slurm", "script", "--num_gpus", "2", "t.py"]
     assert main(line) == 0
     shown = capfd.readouterr()
@@ -562,6 +564,37 @@ def test_the_file_asks_for_cores(
         "zlaunch: warning: SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N\n"
     )
     assert shown.err == said
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("train.py", ""),
+        ("no/train.py", "no file 'no/train.py' on this machine"),
+        ("--zlaunch_args --module pkg.train", ""),
+        ("--venv env train.py", ""),
+        ("--venv none train.py", "--venv none: no bin/activate there"),
+        ("--signal USR1@120 --time 2 train.py", "--signal USR1@120 and --time 2: the job gets the signal"),
+        ("--signal USR1@119 --time 2 train.py", ""),
+        ("--signal USR1 --time 1 train.py", "--signal USR1 and --time 1"),
+        ("--signal USR1@120 --time infinite train.py", ""),
+    ],
+)
+def test_what_is_probably_a_mistake_is_a_warning(
+    options: str,
+    warned: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "activate").touch()
+    assert main(["slurm", "script", "-c", "8", *options.split()]) == 0
+    shown = capfd.readouterr()
+    assert shown.out.startswith("#!/bin/bash")
+    assert shown.err.startswith(f"zlaunch: warning: {warned}") if warned else not shown.err
 
 
 def test_the_folder_of_the_output_is_created(
