@@ -85,8 +85,11 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     assert float(rows[4]["loss"]) == pytest.approx(0.251)
     other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=5")
     assert other.returncode == 2 and "another sweep or command" in other.stderr
-    again = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=4")
-    assert again.returncode == 0 and "8 trials in sweeps/grid, 8 known" in again.stdout
+    shutil.rmtree(folder / "sweeps" / "grid" / "007")
+    changed = ("--dir=sweeps/grid", "--retries=1")  # neither makes it another sweep
+    again = zlaunch(folder, "sweep", "grid.yaml", *changed, *COMMAND, "--steps=4")
+    assert again.returncode == 0 and "8 trials in sweeps/grid, 7 known" in again.stdout, again
+    assert results(folder)[6]["state"] == "done"
     assert "best: trial 5" in again.stdout
 
 
@@ -194,7 +197,7 @@ def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path)
         (("keys.yaml", *COMMAND[:-1]), "is a config key"),
         (("deep.yaml", *COMMAND), "train_batch_size is 1 in the config"),
         (("keys.yaml", "--run_dir=x", *COMMAND), "--run_dir cannot be used with sweep"),
-        (("--at_once=2", "keys.yaml", *COMMAND), "--at_once: SLURM's"),
+        (("--at_once=2", "keys.yaml", *COMMAND), "--at_once needs --queue slurm"),
         (("keys.yaml",), "no script given"),
     ):
         done = zlaunch(folder, "sweep", *arguments)

@@ -248,6 +248,13 @@ MUTATIONS = (
         ("tests/unit/sweep/test_trials.py",),
     ),
     Mutation(
+        "zlaunch/cli/sweep_queues.py",
+        'if state == "ended" and not _has_record(folder):',
+        'if state == "new" and not _has_record(folder):',
+        "a trial whose folder was removed is not run again",
+        ("tests/unit/cli/test_sweep_queues.py",),
+    ),
+    Mutation(
         "zlaunch/tuning/search.py",
         "comparable = mine.stage <= theirs.stage",
         "comparable = mine.stage >= theirs.stage",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _SETTINGS = {**SETTINGS, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _POLL_S = 1.0
+_OWN = ("folder", "at_once")
+"""Options of a sweep itself, before or after FILE."""
+_NOT_COMPARED = (*_OWN, "retries")
+"""Options that may change when a sweep is resumed."""
 
 
 @click.command(cls=Command, context_settings=_SETTINGS, short_help="Search a script's hyperparameters.")
@@ -46,7 +51,10 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
 
     if file.startswith("-"):
         raise click.UsageError(f"expected the parameter file before the launch options, got {file}")
-    asked = _asked(command)
+    context = _line(command)
+    folder = folder if context.params["folder"] is None else context.params["folder"]
+    at_once = at_once if context.params["at_once"] is None else context.params["at_once"]
+    asked = _asked(context)
     space = read_space(Path(file))
     where = Path(folder if folder is not None else f"sweeps/{Path(file).stem}")
     config = _config_of(asked, space)
@@ -61,7 +69,7 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     else:
         queue = LocalQueue(where)
     queue.find()
-    trials = open_trials(where, space, command, queue.standing, asked.queue)
+    trials = open_trials(where, space, command, queue.standing, asked.queue, compared=_compared)
     running = _Sweep(where, space, trials, queue)
     try:
         running.begin(asked, config)
@@ -74,15 +82,31 @@ def sweep(folder: str | None, at_once: int | None, file: str, command: tuple[str
     return 0 if any(trial.state == "done" and trial.last is not None for trial in trials) else 1
 
 
-def _asked(words: Sequence[str]) -> Asked:
-    """Read the command line behind FILE. Raises click.UsageError."""
-    context = submit.make_context("zlaunch sweep", list(words))
-    given = dict(context.params)
+def _line(words: Sequence[str]) -> click.Context:
+    """Parse the command line behind FILE: options of `submit` and of the sweep. Raises click.UsageError."""
+    line = copy.copy(submit)
+    line.params = [*(each for each in sweep.params if each.name in _OWN), *submit.params]
+    return line.make_context("zlaunch sweep", list(words))
+
+
+def _compared(words: Sequence[str]) -> object:
+    """Return what must stay the same in the command line behind FILE when a sweep is resumed."""
+    try:
+        params = _line(words).params
+    except click.UsageError:  # of another version of zlaunch
+        return list(words)
+    return {name: value for name, value in params.items() if name not in _NOT_COMPARED}
+
+
+def _asked(context: click.Context) -> Asked:
+    """Take the parsed command line behind FILE. Raises click.UsageError."""
+    given = {name: value for name, value in context.params.items() if name not in _OWN}
     asked = read_line(context, given.pop("command"), given.pop("chosen_queue"), given)
+    asked = asked._replace(options=tuple(each for each in asked.options if each[0] not in _OWN))
     if not asked.command:
         raise click.UsageError("no script given; see zlaunch sweep --help")
     if asked.given["run_dir"] is not None:
-        raise click.UsageError("--run_dir cannot be used with sweep: put --dir DIR before FILE")
+        raise click.UsageError("--run_dir cannot be used with sweep: use --dir DIR")
     return asked
 
 

@@ -10,6 +10,7 @@ import click
 
 from zlaunch.cli.run import prepare
 from zlaunch.cli.submit import Asked, batch_of, enqueue
+from zlaunch.errors import LaunchError
 
 
 class TrialQueue(Protocol):
@@ -65,7 +66,14 @@ class LocalQueue:
             ensure_daemon(self._folder)
 
     def find(self) -> None:
-        pass
+        for path, (state, _) in self._known.items():
+            if state != "ended" and Path(path).parent == self._trials.resolve() and not _has_record(path):
+                job = self._store.of_run(Path(path))
+                number = path if job is None else job.id
+                raise LaunchError(
+                    f"{path} was removed, but job {number} of the queue belongs to it: first "
+                    f"`zlaunch cancel {number}`"
+                )
 
     def look(self) -> None:
         from zlaunch.queue.ending import settle_queue
@@ -77,6 +85,8 @@ class LocalQueue:
         if (known := self._known.get(str(folder))) is None:
             return self._ended.get(folder) or self._standing_alone(folder)
         state, code = known
+        if state == "ended" and not _has_record(folder):
+            return "new"  # the user has removed the folder to run the trial again
         return {"waiting": "queued", "running": "running"}.get(state, f"ended {code}")
 
     def _standing_alone(self, folder: Path) -> str:
@@ -102,6 +112,11 @@ class LocalQueue:
         if (job := self._store.of_run(folder)) is not None:
             cancel_job(self._store, job)
             wake(self._folder)
+
+
+def _has_record(folder: Path | str) -> bool:
+    """Return whether a run's folder has its record, which is there before the run is queued."""
+    return Path(folder, "launcher.json").exists()
 
 
 class SlurmQueue:

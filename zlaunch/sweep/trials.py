@@ -143,13 +143,19 @@ def open_trials(
     command: Sequence[str],
     standing: Callable[[Path], str],
     queue: str = "local",
+    *,
+    compared: Callable[[Sequence[str]], object] = tuple,
 ) -> list[SweepTrial]:
-    """Make a sweep's folder, or go on with it. Raises LaunchError where it has another sweep."""
+    """Make a sweep's folder, or resume the sweep in it. Raises LaunchError if it has another sweep.
+
+    Args:
+        compared: returns what must be the same in the command lines of one sweep.
+    """
     about = json.loads(json.dumps({"queue": queue, "command": list(command), "space": asdict(space)}))
     path = folder / "sweep.json"
     try:
         make_folder(folder)
-        if run_record.read_json(path) != about:
+        if not _is_same(run_record.read_json(path), about, compared):
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(
                     f"{folder} contains the runs of another sweep or command: use another --dir"
@@ -164,6 +170,18 @@ def open_trials(
     except OSError as error:
         raise LaunchError(f"{error.filename or folder}: {error.strerror}") from None
     return trials
+
+
+def _is_same(
+    known: Mapping[str, Any], about: Mapping[str, Any], compared: Callable[[Sequence[str]], object]
+) -> bool:
+    """Return whether two contents of sweep.json are of one sweep."""
+    if known == about:
+        return True
+    command = known.get("command")
+    if {**known, "command": None} != {**about, "command": None} or not isinstance(command, list):
+        return False
+    return compared(command) == compared(about["command"])
 
 
 def read_trials(folder: Path, standing: Callable[[Path], str]) -> tuple[list[SweepTrial], str]:

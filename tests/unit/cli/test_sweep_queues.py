@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from tests.unit.queue.test_store import submission
 from zlaunch.cli.sweep_queues import LocalQueue
+from zlaunch.errors import LaunchError
 from zlaunch.queue.store import Store
 from zlaunch.queue.wake import queue_folder, take_lock
 from zlaunch.supervisor import run_record
@@ -53,4 +55,27 @@ def test_a_look_costs_the_same_however_many_trials_there_are(
     run_record.left_queue(trials[0], End(7, "failed"))
     queue.look()
     assert queue.standing(trials[0]) == "ended 7" and queue.standing(folder / "none") == "new"
+    os.close(lock)
+
+
+def test_a_trial_whose_folder_was_removed_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder, store = tmp_path / "sweep", Store(queue_folder())
+    trial = folder / "001"
+    trial.mkdir(parents=True)
+    run_record.queued(str(trial), "001", ["localhost"], 1, ["x.py"])
+    number = store.add(submission(run_dir=str(trial)), {})
+    lock = take_lock(queue_folder())  # nobody starts a daemon
+    assert lock is not None
+    LocalQueue(folder).find()
+    shutil.rmtree(trial)
+    with pytest.raises(LaunchError, match=f"001 was removed, .* first `zlaunch cancel {number}`"):
+        LocalQueue(folder).find()  # it would run beside the new one
+    [job] = store.jobs("waiting")
+    assert store.end(job, End(7, "failed"), "")
+    queue = LocalQueue(folder)
+    queue.find()
+    assert queue.standing(trial) == "new"
+    trial.mkdir()
+    assert queue.standing(trial) == "new"
     os.close(lock)

@@ -78,6 +78,9 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path: Path) -> None:
     open_trials(tmp_path, space, ("train.py",), standing)
     with pytest.raises(LaunchError, match="another sweep or command"):
         open_trials(tmp_path, space, ("other.py",), standing)
+    open_trials(tmp_path, space, ("other.py",), standing, compared=len)
+    with pytest.raises(LaunchError, match="another sweep or command"):
+        open_trials(tmp_path, SweepSpace(({"--a": 2},)), ("train.py",), standing, compared=len)
 
 
 def test_a_sweep_is_alone_in_its_folder_and_keeps_its_command_to_itself(tmp_path: Path) -> None:
