@@ -173,10 +173,10 @@ LAUNCH = (
     count_option(
         "--min_nodes",
         group=_FAILURES,
-        help="Restart without failed nodes as long as N nodes remain; needs --max_restarts.",
+        help="Continue without dead nodes as long as N nodes remain.",
     ),
     count_option(
-        "--spares", group=_FAILURES, help="Reserve the last N hosts as spares that replace failed hosts."
+        "--spares", group=_FAILURES, help="Reserve the last N hosts as spares that replace dead nodes."
     ),
     _failure(
         "--health",

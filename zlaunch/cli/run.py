@@ -77,7 +77,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
             folder=given["workdir"],
             world_size=plan.run_world_size,
         )
-        _print_plan(plan, mesh, as_json=given["as_json"])
+        _print_plan(launcher, plan, mesh, as_json=given["as_json"])
         if launcher.spans_nodes:
             note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
             print(f"zlaunch: {note}", file=sys.stderr)
@@ -289,7 +289,7 @@ def _note_refusal(given: Mapping[str, Any], error: NodeError) -> None:
         run_record.ended(run_dir, End.refused_by([error]))
 
 
-def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
+def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
     if as_json:
         print(plan.shown())
         return
@@ -298,7 +298,9 @@ def _print_plan(plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
     from zlaunch.cli.tables import stdout_console
     from zlaunch.view.plan_table import plan_table
 
-    stdout_console().print(plan_table(plan, mesh))
+    stdout_console().print(
+        plan_table(plan, mesh, spares=launcher.spare_hosts, min_nodes=launcher.options.min_nodes)
+    )
 
 
 def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:

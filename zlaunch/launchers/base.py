@@ -82,6 +82,11 @@ class Launcher(Job):
         """Return where the run takes place, for the user."""
 
     @property
+    def spare_hosts(self) -> tuple[str, ...]:
+        """Return the hosts that replace dead ones: the last ones."""
+        return self.hosts[len(self.hosts) - self.options.spares :]
+
+    @property
     def world_sizes(self) -> tuple[int, ...]:
         """Return all numbers of workers that the run may have, the one without a failure first; empty while
         they are not known.

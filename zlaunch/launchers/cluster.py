@@ -64,7 +64,7 @@ class ClusterLauncher(Launcher):
     def where(self) -> str:
         """Return the hosts."""
         first = len(self.hosts) - self.options.spares
-        spare = f" (spare: {', '.join(self.hosts[first:])})" if self.options.spares else ""
+        spare = f" (spare: {', '.join(self.spare_hosts)})" if self.spare_hosts else ""
         return ", ".join(self.hosts[:first]) + spare
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:

@@ -32,8 +32,17 @@ _REPEATED = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 """Begin the names of torchrun's variables, which say the same once more."""
 
 
-def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
-    """Show who runs where with what, and its place in the mesh of ranks; what all share is said once."""
+def plan_table(
+    plan: Plan, mesh: MeshShape | None = None, *, spares: Sequence[str] = (), min_nodes: int | None = None
+) -> RenderableType:
+    """Show who runs where with what, and its place in the mesh of ranks; what all share is said once.
+
+    Args:
+        plan: the plan of the first attempt.
+        mesh: the mesh of its ranks, if it is known.
+        spares: hosts that replace dead nodes.
+        min_nodes: the fewest nodes to continue with; None: all.
+    """
     workers = [worker for node in plan.nodes for worker in node.workers]
     shared = set(workers[0].env.items()).intersection(*(worker.env.items() for worker in workers))
     table = Table(title=f"run {plan.run_id}", title_justify="left", show_lines=len(workers) < 17)
@@ -54,7 +63,7 @@ def plan_table(plan: Plan, mesh: MeshShape | None = None) -> RenderableType:
         place = [_place(mesh, worker.rank)] if mesh else []
         table.add_row(str(worker.rank), host, *place, Text("\n".join(own)), Text(shlex.join(worker.argv)))
     drawn = [] if mesh is None else [_draw(plan, mesh)]
-    return Group(table, *drawn, Text("\n".join(_facts(plan, dict(shared)))))
+    return Group(table, *drawn, Text("\n".join(_facts(plan, dict(shared), spares, min_nodes))))
 
 
 def _ends(rows: Sequence[T]) -> list[T | None]:
@@ -101,12 +110,16 @@ def _row(mesh: MeshShape, rank: int, *without: str) -> str:
     return ", ".join(f"{axis} {position}" for axis, position in places.items() if axis not in without)
 
 
-def _facts(plan: Plan, shared: dict[str, str]) -> Iterator[str]:
+def _facts(plan: Plan, shared: dict[str, str], spares: Sequence[str], min_nodes: int | None) -> Iterator[str]:
     part = plan.part
     nodes = len(plan.nodes) if part is None else part.node_count
     yield f"workers     {plan.run_world_size} on {nodes} node(s), grace period {plan.grace_s:g} s"
     if part is not None:
         yield f"this node   {part.first_node} of 0-{nodes - 1}, with {plan.world_size} worker(s)"
+    if spares:
+        yield f"spares      {', '.join(spares)}"
+    if min_nodes is not None:
+        yield f"min_nodes   {min_nodes}: continue without dead nodes"
     yield f"rendezvous  {plan.master_addr}:{plan.master_port}"
     yield f"run_dir     {plan.run_dir}"
     yield f"cwd         {plan.cwd}"

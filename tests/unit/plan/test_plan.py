@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from zlaunch.cli.main import main
 from zlaunch.plan.build import make_plan
 from zlaunch.plan.facts import NodeSpec, RunFacts
 from zlaunch.plan.plan import Part, Plan, Program, is_secret, without_secrets
@@ -192,6 +193,22 @@ def test_the_table_draws_the_mesh(mesh: MeshShape, drawn: list[str], warnings: l
     lines = [" ".join(re.sub("[\u2500-\u257f]", " ", line).split()) for line in out.getvalue().splitlines()]
     assert all(line in lines for line in drawn), lines
     assert [line.partition("warning: ")[2] for line in lines if "warning: " in line] == warnings
+
+
+def test_a_dry_run_shows_spares_and_the_fewest_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("".join(f"node{number} slots=1\n" for number in range(4)))
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["--dry_run", "--hostfile=hosts", "train.py"]
+    assert main(words) == 0
+    plain = capsys.readouterr().out
+    assert "spares" not in plain and "min_nodes" not in plain
+    assert main(["--spares=2", "--min_nodes=1", *words]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "spares      node2, node3" in lines
+    assert "min_nodes   1: continue without dead nodes" in lines
 
 
 def test_names_of_secrets() -> None:
