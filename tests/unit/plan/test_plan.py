@@ -204,7 +204,7 @@ def test_a_dry_run_shows_spares_and_the_fewest_nodes(
     words = ["--dry_run", "--hostfile=hosts", "train.py"]
     assert main(words) == 0
     plain = capsys.readouterr().out
-    assert "spares" not in plain and "min_nodes" not in plain
+    assert "\nspares " not in plain and "min_nodes" not in plain
     assert main(["--spares=2", "--min_nodes=1", *words]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "spares      node2, node3" in lines
