@@ -227,6 +227,13 @@ MUTATIONS = (
         ("tests/unit/queue/test_attempt.py",),
     ),
     Mutation(
+        "zlaunch/supervisor/nodes.py",
+        'if "node/rendezvous.py" in said and last.startswith("KeyError: "):',
+        "if False:",
+        "an agent of an older zlaunch is answered with its traceback",
+        ("tests/unit/supervisor/test_checkups.py",),
+    ),
+    Mutation(
         "zlaunch/sweep/space.py",
         "math.exp(chance.uniform(math.log(low), math.log(high)))",
         "chance.uniform(low, high)",

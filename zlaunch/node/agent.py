@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from contextlib import suppress
@@ -30,7 +31,7 @@ from zlaunch.node.oom import oom_counters, oom_rose
 from zlaunch.node.pacing import Pacing
 from zlaunch.node.package_list import PackageList
 from zlaunch.node.preload import Preloader, pids_of, start_standby
-from zlaunch.node.rendezvous import Handshake
+from zlaunch.node.rendezvous import Handshake, QuestionError
 from zlaunch.node.uplink import Uplink, take_user_input
 from zlaunch.node.watchdog import fork_under_watchdog
 from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, blames_host, read_chunk, spawn, why_not_started
@@ -484,6 +485,9 @@ def main() -> NoReturn:
     adopt_orphans()
     try:
         code = Agent(watchdog).run()
+    except QuestionError as error:
+        print(error, file=sys.stderr, flush=True)
+        code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -10,10 +10,23 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any, NoReturn
 
 from zlaunch.system.events import Event
 from zlaunch.system.network import interface_of, open_listener, own_address_towards
 from zlaunch.system.processes import Process, pid_namespace, run_processes, sweep
+
+
+class QuestionError(Exception):
+    """Names what a launcher with another zlaunch leaves out of a command."""
+
+
+class _Question(dict[str, Any]):
+    """Holds a command of the launcher."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        text = f"{self.get('cmd')} without {name!r}"
+        raise QuestionError(f"the launcher's zlaunch sends {text}: install the same zlaunch here and there")
 
 
 class Handshake:
@@ -25,7 +38,8 @@ class Handshake:
         self._token = b""
 
     def handle(self, message: Event) -> None:
-        """Answer one command."""
+        """Answer one command. Raises QuestionError."""
+        message = _Question(message)
         command = message.get("cmd")
         if command == "hello":
             from zlaunch.system.facts import own_facts

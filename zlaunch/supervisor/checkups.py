@@ -56,6 +56,9 @@ def _ask(node: Node, workdir: str, nccl_setting: str | None, gpus: Sequence[str]
     except KeyError as error:
         text = f"its zlaunch {__version__} answers without {error}: install the same code as here"
         return replace(report, error=text)
+    except TypeError as error:
+        text = f"its zlaunch {__version__} answers otherwise ({error}): install the same code as here"
+        return replace(report, error=text)
     finally:
         timer.cancel()
 

@@ -80,6 +80,9 @@ def _why_no_agent(code: int | None, said: str) -> str:
             f"{said.splitlines()[-1]}: install zlaunch into that Python, or name another one with "
             "--remote_python or --venv"
         )
+    last = said.rpartition("\n")[2]
+    if "node/rendezvous.py" in said and last.startswith("KeyError: "):  # a zlaunch that says nothing itself
+        return f"its zlaunch is another one and ended with {last}: install the same zlaunch as here"
     if code == _SSH_FAILED and said:
         return f"ssh: {said}"
     how = "without an exit code" if code is None or code == -1 else f"with exit code {code}"
@@ -126,7 +129,12 @@ def connect(
         link = links[host] = Link(open_transport(host))
         if host in given_up:
             link.transport.kill()
-        return Node(link, Facts.from_event(link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")))
+        answer = link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")
+        try:
+            return Node(link, Facts.from_event(answer))
+        except KeyError as error:
+            text = f"its zlaunch answers without {error}: install the same zlaunch as here"
+            raise NodeError(host, text) from None
 
     def give_up(host: str) -> str:
         given_up.add(host)

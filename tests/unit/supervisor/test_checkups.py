@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests.unit.system.test_checkup import CHECKUP, FACTS, HOT
 from zlaunch.errors import NodeError
 from zlaunch.supervisor.checkups import find_unhealthy
-from zlaunch.supervisor.nodes import Node
+from zlaunch.supervisor.nodes import Link, Node, connect
 from zlaunch.system.checkup import Checkup
 from zlaunch.system.gpu_health import GpuHealth, GpuReport
+from zlaunch.transports.local import open_local
 from zlaunch.view.console import Console
 
 
@@ -63,3 +67,54 @@ def test_each_node_reports_its_gpus() -> None:
     assert errors == {}
     assert "GPU 0 41 C, 345 of 1980 MHz, 0 ECC errors, Xid 13; GPU 1 ? C, ? of ? MHz, ? ECC errors" in said
     assert "Xid errors are unknown (/dev/kmsg: Operation not permitted)" in said
+
+
+def test_an_agent_of_another_zlaunch_is_named_without_a_traceback(tmp_path: Path) -> None:
+    link = Link(open_local("b", tmp_path / "stderr"))
+    with pytest.raises(NodeError) as found:
+        link.ask({"cmd": "checkup", "workdir": "/"}, "checkup")  # as an older launcher asks
+    assert found.value.host == "b" and found.value.text == (
+        "the agent ended with exit code 1: the launcher's zlaunch sends checkup without 'gpus': "
+        "install the same zlaunch here and there"
+    )
+
+
+NEWER = {"token": "0", "throttled_by": [], "xids": [], "speed": 1}
+OLDER = "Traceback (most recent call last):\n  File \"/x/zlaunch/node/rendezvous.py\", line 37, in handle\nKeyError: 'gpus'"
+
+
+def test_an_agent_that_does_not_understand_a_command_is_named() -> None:
+    transport: Any = SimpleNamespace(
+        host="b",
+        send=lambda message: None,
+        events=lambda: iter(()),
+        close=lambda timeout_s: 1,
+        kill=lambda: None,
+        diagnostics=lambda: OLDER,
+    )
+    errors, _ = find([Node(Link(transport), FACTS)])
+    assert errors["b"].endswith(
+        "its zlaunch is another one and ended with KeyError: 'gpus': install the same zlaunch as here"
+    )
+
+
+@pytest.mark.parametrize("change", [{"gpus": [NEWER]}, {}])
+def test_an_answer_of_another_zlaunch_is_named(change: dict[str, Any]) -> None:
+    event = {**CHECKUP.as_event(), "gpu_report": change}
+    link: Any = SimpleNamespace(
+        host="b",
+        ask=lambda message, answer: {"time": 0.0} if answer == "pong" else event,
+        transport=SimpleNamespace(kill=lambda: None),
+    )
+    errors, _ = find([Node(link, FACTS)])
+    assert "answers" in errors["b"] and "install the same code as here" in errors["b"]
+
+
+def test_a_greeting_of_another_zlaunch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    greeting = {"type": "hello", "hostname": "b", "version": "9"}
+    monkeypatch.setattr(Link, "ask", lambda link, message, answer: greeting)
+    transport: Any = SimpleNamespace(host="b", events=lambda: iter(()))
+    nodes, errors = connect(["b"], lambda host: transport, 9.0)
+    assert nodes == [] and [(error.host, error.text) for error in errors] == [
+        ("b", "its zlaunch answers without 'python': install the same zlaunch as here")
+    ]
