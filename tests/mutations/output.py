@@ -60,6 +60,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/rank_logs.py",
+        "        if log.is_cut:",
+        "        if False:",
+        "the first line of an attempt sticks to the last line of a killed one",
+        ("tests/unit/supervisor/test_rank_logs.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/rank_logs.py",
         "                rest = rest[written:]\n",
         "                break\n",
         "a disk that takes a part of a rank's output is not noticed",

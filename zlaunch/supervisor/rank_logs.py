@@ -53,6 +53,9 @@ class RankLogs:
     def write(self, rank: int, stream: str, data: bytes, time_s: float) -> None:
         """Append a piece of a rank's output. Raises OSError."""
         log = self._open[rank]
+        if log.is_cut:  # a killed attempt has left half a line
+            log.is_cut = False
+            data = b"\n" + data
         if self._half is not None and log.size and log.size + len(data) > self._half:
             log.close()
             for path in (log.path, times_path(log.path)):
@@ -72,8 +75,10 @@ class _OpenLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by close
+        self._file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115  # closed by close
         self.size = os.fstat(self._file.fileno()).st_size
+        self.is_cut = self.size > 0 and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n"
+        """Whether an earlier attempt has not ended its last line."""
 
     def write(self, stream: str, data: bytes, time_s: float) -> None:
         try:

@@ -40,6 +40,8 @@ def test_a_reader_that_follows_sees_every_byte(
             if index == restart:
                 logs.close()
                 logs = RankLogs(run, [3], goes_on=True, limit=limit)
+                is_cut = bool(wanted) and wanted[-1][2] != b"\n"
+                wanted += [(stream, float(index + 1), b"\n")] * is_cut
             logs.write(3, stream, text, float(index + 1))
             wanted += [(stream, float(index + 1), text[i : i + 1]) for i in range(len(text))]
             if limit is not None or data.draw(st.booleans()):  # it may miss what two rotations have dropped
@@ -90,6 +92,22 @@ def test_a_record_that_was_cut_short_puts_nothing_out_of_step(tmp_path: Path) ->
     logs.write(0, "stderr", b"two", 2.0)
     logs.close()
     pieces = [(p.data, p.stream, p.time_s) for p in LogReader(path).read(100)]
-    assert pieces == [(b"one", "stdout", 1.0), (b"two", "stderr", 2.0)]
+    assert pieces == [(b"one", "stdout", 1.0), (b"\ntwo", "stderr", 2.0)]
     times_path(path).unlink()
-    assert [(p.data, p.time_s) for p in LogReader(path).read(100)] == [(b"onetwo", None)]
+    assert [(p.data, p.time_s) for p in LogReader(path).read(100)] == [(b"one\ntwo", None)]
+
+
+@pytest.mark.parametrize("limit", [None, 12])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_an_attempt_begins_on_a_line_of_its_own(tmp_path: Path, end: str, limit: int | None) -> None:
+    (tmp_path / "logs").mkdir()
+    for attempt, text in enumerate(("loss" + end, "ready\n", "done\n")):
+        logs = RankLogs(tmp_path, [0, 1], goes_on=attempt > 0, limit=limit)
+        logs.write(0, "stdout", text.encode(), float(attempt))
+        logs.close()
+    path = log_path(tmp_path, 0)
+    older = path.with_name(path.name + OLDER)
+    kept = older.read_text() + path.read_text() if limit else path.read_text()
+    whole = "loss\nready\ndone\n"
+    assert whole.endswith(kept) and kept.endswith("ready\ndone\n")
+    assert log_path(tmp_path, 1).read_text() == "", "nothing is written for a rank that prints nothing"
