@@ -35,7 +35,8 @@ def test_a_reader_that_follows_sees_every_byte(
         (run / "logs").mkdir()
         logs = RankLogs(run, [3], goes_on=False, limit=limit)
         reader = LogReader(log_path(run, 3))
-        found, wanted = [], []
+        found: list[tuple[str, float | None, bytes]] = []
+        wanted: list[tuple[str, float | None, bytes]] = []
         for index, (stream, text) in enumerate(pieces):
             if index == restart:
                 logs.close()
