@@ -80,7 +80,9 @@ def test_an_agent_of_another_zlaunch_is_named_without_a_traceback(tmp_path: Path
 
 
 NEWER = {"token": "0", "throttled_by": [], "xids": [], "speed": 1}
-OLDER = "Traceback (most recent call last):\n  File \"/x/zlaunch/node/rendezvous.py\", line 37, in handle\nKeyError: 'gpus'"
+OLDER = """Traceback (most recent call last):
+  File "/x/zlaunch/node/rendezvous.py", line 37, in handle
+KeyError: 'gpus'"""
 
 
 def test_an_agent_that_does_not_understand_a_command_is_named() -> None:
