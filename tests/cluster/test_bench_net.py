@@ -65,6 +65,7 @@ def test_in_a_slurm_job(cluster: Testbed, tmp_path: Path) -> None:
     assert {speed["scope"] for speed in found["collectives"]} == {"nodes"}
 
 
+@pytest.mark.exhaustive
 def test_in_the_tasks_of_a_step(cluster: Testbed, tmp_path: Path) -> None:
     prefix = ("srun", "--quiet", "-N2", "--ntasks-per-node=1", f"--gres=gpu:{cluster.slots}")
     found = bench_net(tmp_path, "--num_gpus=1", prefix=prefix, env=cluster.env())

@@ -191,6 +191,7 @@ def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
     assert second.wait() == 0, second.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_launches_leave_nothing(cluster: Testbed, tmp_path: Path, count: int) -> None:
     def counted() -> tuple[int, int]:

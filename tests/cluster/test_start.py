@@ -380,6 +380,7 @@ def test_mpirun_reaches_the_hosts_of_a_hostfile(cluster: Testbed, tmp_path: Path
     assert [launch.log(rank).split() for rank in range(6)] == [[f"n{1 + r // 2}", str(r)] for r in range(6)]
 
 
+@pytest.mark.exhaustive
 def test_what_record_writes_on_another_node_is_in_the_run(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import os

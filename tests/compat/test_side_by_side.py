@@ -64,6 +64,7 @@ def differences(real: Any, ours: Any, tolerance: float, path: str = "") -> list[
     return [f"{path}: {real} {ours}"] if real != ours else []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_it_says_the_same(tmp_path: Path, world: int) -> None:
     """Losses, gradients, norms, masters, moments, rates and counters, at stages 0 to 3."""

@@ -185,6 +185,7 @@ def _weights_out(folder: str) -> list[bool]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_weights_out(tmp_path: Path) -> None:
     assert run_workers(_weights_out, 2, str(tmp_path))[0] == [True] * 3
 

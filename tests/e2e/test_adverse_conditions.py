@@ -413,6 +413,7 @@ def test_what_is_asked_for_and_cannot_be(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("Usage: zlaunch config")
 
 
+@pytest.mark.exhaustive
 def test_a_limit_of_cpu_time_is_named(tmp_path: Path) -> None:
     """The kernel ends what has used it up with SIGKILL, as others do."""
     (tmp_path / "t.py").write_text("while True: pass")

@@ -24,6 +24,7 @@ def test_ranks_of_one_machine(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_the_table(tmp_path: Path) -> None:
     done = zlaunch(tmp_path, "bench", "net", "--num_gpus=2", "--size=0.01")
     assert done.returncode == 0, done.stderr

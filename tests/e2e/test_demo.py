@@ -34,6 +34,7 @@ def config_for(folder: Path, stage: int) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 1, 2)), 3])
 def test_the_example_trains(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.helpers import ROOT, Launch
 from tests.ports import reserved_port
 
@@ -37,6 +39,7 @@ DEAD = "127.0.0.9"
 OPTIONS = ("--hostfile=hosts", "--min_nodes=1", "--no_local_rank")
 
 
+@pytest.mark.exhaustive
 def test_a_restart_without_a_node_keeps_its_global_batch(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     (tmp_path / "sitecustomize.py").write_text(FULL_DISK)

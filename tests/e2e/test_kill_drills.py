@@ -247,6 +247,7 @@ def test_random_kills_of_queued_detached_and_restarting_runs(kind: str) -> None:
     assert many(drills[kind], 1, range(20), parallel=1) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_launches_in_a_row(count: int) -> None:
     from tests.drills import launched, many

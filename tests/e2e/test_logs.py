@@ -70,7 +70,7 @@ def test_mistakes(arguments: list[str], text: str, tmp_path: Path) -> None:
 
 def test_no_runs(tmp_path: Path) -> None:
     done = zlaunch(tmp_path, "logs")
-    assert done.returncode == 2 and "there are no runs" in done.stderr
+    assert done.returncode == 2 and "last: no runs in" in done.stderr
 
 
 def test_following_to_the_end(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ def test_a_higher_priority_makes_room(folder: Path) -> None:
     assert jobs[high]["ended"] < jobs[low]["started"]
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_take_the_signal_yet_makes_room_too(folder: Path) -> None:
     (folder / "slow.py").write_text(
         "import os, signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
@@ -254,6 +255,7 @@ def test_whoever_waits_sees_the_end_without_daemon_and_launcher(folder: Path) ->
     assert not alive(run)
 
 
+@pytest.mark.exhaustive
 def test_a_row_of_another_version_harms_no_other(folder: Path) -> None:
     blocker = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
     wait_until(lambda: has_begun(folder, blocker), "the first run")
@@ -378,6 +380,7 @@ def test_a_folder_that_is_removed_holds_up_nobody_and_gives_no_slot_twice(folder
     assert queue(folder)[first]["state"] == "ended"
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_named_in_any_way(folder: Path) -> None:
     (folder / "elsewhere").symlink_to(folder)
     runs = [submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")]

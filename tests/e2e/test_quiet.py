@@ -37,7 +37,7 @@ def trained(folder: Path, *flags: str, module: str = "zlaunch", **config: object
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("module", ["zlaunch", "deepspeed"])
+@pytest.mark.parametrize("module", ["zlaunch", pytest.param("deepspeed", marks=pytest.mark.exhaustive)])
 def test_quiet_is_quiet(tmp_path: Path, module: str) -> None:
     launch = trained(tmp_path, "-q", module=module)
     assert (launch.out, launch.err) == ("my own line\n", "")

@@ -74,23 +74,23 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     (folder / "grid.yaml").write_text(
-        "parameters:\n  --x: [1, 3]\n  optimizer.params.lr: [1e-3, 0.25]\n  --fails: [false, true]\n"
+        "parameters:\n  --x: [1, 3]\n  optimizer.params.lr: [1e-3]\n  --fails: [false, true]\n"
     )
     done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=4")
     assert done.returncode == 0, done.stderr
-    assert "best: trial 5, --x=3 optimizer.params.lr=0.001 --fails=False: loss 0.251" in done.stdout
+    assert "best: trial 3, --x=3 optimizer.params.lr=0.001 --fails=False: loss 0.251" in done.stdout
     rows = results(folder)
-    assert [row["state"] for row in rows] == ["done", "failed 9"] * 4
+    assert [row["state"] for row in rows] == ["done", "failed 9"] * 2
     assert {row["step"] for row in rows} == {"4"}
-    assert float(rows[4]["loss"]) == pytest.approx(0.251)
+    assert float(rows[2]["loss"]) == pytest.approx(0.251)
     other = zlaunch(folder, "sweep", "grid.yaml", *COMMAND, "--steps=5")
     assert other.returncode == 2 and "another sweep or command" in other.stderr
-    shutil.rmtree(folder / "sweeps" / "grid" / "007")
+    shutil.rmtree(folder / "sweeps" / "grid" / "003")
     changed = ("--dir=sweeps/grid", "--retries=1")  # neither makes it another sweep
     again = zlaunch(folder, "sweep", "grid.yaml", *changed, *COMMAND, "--steps=4")
-    assert again.returncode == 0 and "8 trials in sweeps/grid, 7 known" in again.stdout, again
-    assert results(folder)[6]["state"] == "done"
-    assert "best: trial 5" in again.stdout
+    assert again.returncode == 0 and "4 trials in sweeps/grid, 3 known" in again.stdout, again
+    assert results(folder)[2]["state"] == "done"
+    assert "best: trial 3" in again.stdout
 
 
 @pytest.mark.exhaustive

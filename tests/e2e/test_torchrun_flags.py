@@ -52,6 +52,7 @@ def test_names_and_devices_of_torchruns_workers(tmp_path: Path) -> None:
     assert "--local_ranks_filter: no node has a local rank 3; the last is 2" in launch.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "numbers", [(0, 1), pytest.param((None, None), marks=pytest.mark.exhaustive)], ids=["given", "by arrival"]
 )

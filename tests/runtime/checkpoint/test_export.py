@@ -187,6 +187,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.exclusive  # resident memory is less where the kernel takes pages back for others
 def test_the_memory_of_an_export_is_less_than_the_largest_tensor(tmp_path: Path) -> None:
     """192 MB of weights, of which the largest tensor is 64 MB."""

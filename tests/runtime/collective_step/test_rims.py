@@ -212,6 +212,7 @@ def _narrow() -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_half_precision_learns() -> None:
     for found in run_workers(_narrow, 2):
         assert {name: each for name, each in found.items() if not each[1] < 0.9 * each[0]} == {}

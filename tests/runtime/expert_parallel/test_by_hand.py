@@ -110,6 +110,7 @@ def _in_one_process(routing: str, odd: bool) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("routing", "expert", "stage", "in_init", "odd"),
     [

@@ -103,6 +103,7 @@ def test_fewer_nodes_go_on_from_what_they_have(stage: int, tmp_path: Path) -> No
     torch.testing.assert_close(means, torch.tensor([each[8:] for each in whole]).mean(0))
 
 
+@pytest.mark.exhaustive
 def test_two_lost_neighbours_are_too_many(tmp_path: Path) -> None:
     run_workers(_first, 3, str(tmp_path), [0, 1, 2], 3)
     shutil.rmtree(tmp_path / "node1")

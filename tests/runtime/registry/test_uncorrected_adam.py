@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,6 +74,7 @@ def _errors(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_formula_holds_at_every_stage_and_offloaded(tmp_path: Any) -> None:
     """The optimizer's state survives a checkpoint, too."""
     for found in run_workers(_errors, 2, str(tmp_path)):

@@ -110,6 +110,7 @@ def _large() -> bool:
     return huge.numel() == 300_000_000 and full.tolist() == [0.0] * 4 + [1.0] * 4
 
 
+@pytest.mark.exhaustive
 def test_more_than_one_chunk() -> None:
     assert run_workers(_large, 2) == [True, True]
 

@@ -54,6 +54,7 @@ WITHOUT_DEFAULTS = {
 """Lists configs of which transformers itself makes no model by their defaults."""
 
 
+@pytest.mark.exhaustive
 def test_the_styles_of_all_plans_are_known_or_listed() -> None:
     found = plans()
     assert len(found) > 100

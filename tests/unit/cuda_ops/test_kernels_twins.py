@@ -254,6 +254,7 @@ def test_the_pool_leaves_the_number_of_threads_alone() -> None:
         host._pool.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_a_forked_child_makes_a_pool_of_its_own() -> None:
     code = """if True:
         import os, torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.unit.project.test_shape import OPTIONAL
 
 ALONE = """
@@ -81,6 +83,7 @@ print(len(loaded), "modules")
 """
 
 
+@pytest.mark.exhaustive
 def test_the_core_trains_alone() -> None:
     command = [sys.executable, "-c", ALONE, ",".join(OPTIONAL)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -126,6 +126,7 @@ def test_the_source_archive_holds_all(archive: Path) -> None:
     assert not list(archive.rglob("__pycache__")) and not list(archive.rglob("*.pyc"))
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_of_the_source_archive_is_the_same(archive: Path, wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--no-input", "--disable-pip-version-check", "--wheel-dir", str(tmp_path), str(archive)]
