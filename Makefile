@@ -58,10 +58,10 @@ install: $(WITH_TOOLS) $(WITH_DOCS)
 test: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" --cpu-file=$(VENV)/cpu-test.json --budget $(FLAGS)
 
-# tests/unit, except kernels and their twins, wheels and the benchmark rehearsal: these compile or start
-# processes and would double the time.
-SLOW := $(addprefix --ignore=tests/unit/,project/test_packaging.py project/test_core_alone.py \
-  project/test_selection.py project/test_hidden_gpus.py cli/test_estimate.py benchmarks \
+# tests/unit, except kernels and their twins, tests of the project's own files, the benchmark rehearsal, and tests
+# that fuzz or start processes: they would double the time.
+SLOW := $(addprefix --ignore=tests/unit/,project benchmarks network cli/test_estimate.py cli/test_rerun.py \
+  config/test_fuzz.py monitor/test_monitor.py supervisor/test_git_state.py \
   cuda_ops/test_quantize.py cuda_ops/test_narrow_step.py cuda_ops/test_signs.py) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)
