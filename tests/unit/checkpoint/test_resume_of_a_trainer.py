@@ -17,7 +17,7 @@ def lay_out(output_dir: Path, step: int, *, engine: bool = True) -> Path:
     """Write a checkpoint's files as the Trainer of two ranks does."""
     folder = output_dir / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    safetensors.torch.save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    safetensors.torch.save_file({"weight": torch.ones(30)}, folder / "model.safetensors")
     torch.save({"lr": 0.1}, folder / "training_args.bin")
     if engine:
         write_foreign(read_foreign(str(folder / "model.safetensors")), str(folder), f"global_step{step}")
