@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,15 +114,29 @@ def _parse(words: Sequence[str]) -> _Line:
     with launch.make_context("zlaunch", list(words)) as context:
         command = tuple(context.params["command"])
         given = dict(context.params)
+    takes_value = {
+        name.lstrip("-").replace("-", "_")
+        for option in launch.params
+        if isinstance(option, click.Option) and not option.is_flag and not option.count
+        for name in option.opts
+    }
     options: list[str] = []
     rest = iter(words[: len(words) - len(command)])
     for word in rest:
         name, sign, _ = word.partition("=")
-        if name.removeprefix("--").replace("-", "_") not in _OF_ONE_RUN:
-            options.append(word)
-        elif not sign:
-            next(rest, None)
+        known = _full_name(name, takes_value)
+        # A value is no option, whatever it looks like: `--tag parent`.
+        pair = [word, *([next(rest, "")] if known in takes_value and not sign else ())]
+        if known not in _OF_ONE_RUN:
+            options += pair
     return _Line(tuple(options), command, given)
+
+
+def _full_name(word: str, takes_value: Collection[str]) -> str:
+    """Return the name of an option without dashes, also of one that is abbreviated as argparse allows."""
+    name = word.lstrip("-").replace("-", "_")
+    longer = [each for each in takes_value if each.startswith(name)]
+    return longer[0] if word.startswith("--") and name not in takes_value and len(longer) == 1 else name
 
 
 def _check(name: str, folder: Path, recorded: _Recorded, line: _Line) -> None:

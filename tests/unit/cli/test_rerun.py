@@ -87,6 +87,12 @@ def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     line = ["run", "--run-dir=old", "--run_dir", "x", "--detach", "--run_id=y", "train.py", "--run_dir=own"]
     _, out, _ = scene.rerun(command=line)
     assert out.endswith("\nzlaunch --detach train.py --run_dir=own\n"), "the new run has a folder of its own"
+    line = ["--tag", "parent", "--name=run_id", "--run_d", "run_dir", "-H", "parent", "train.py", "a"]
+    _, out, err = scene.rerun(command=line)
+    assert "--hostfile parent, which is gone" in err, "a value is no option"
+    (scene.folder / "parent").write_text("localhost slots=2\n")
+    _, out, err = scene.rerun(command=line)
+    assert out.endswith("\nzlaunch --tag parent --name=run_id -H parent train.py a\n"), err
     code, _, err = scene.rerun("base", "--dry-run")
     assert code == 2 and "--dry_run goes before RUN" in err
 
