@@ -86,7 +86,7 @@ def list_(folder: str, as_json: bool) -> None:
     with _as_usage_error():
         inner = of_trainer(path)
         found = [{**_summary(each), "tag": name} for name, each in inner.items()]
-        found += [_summary(each) for each in candidates(path)]
+        found += [_summary(each) for each in candidates(path) if each.name not in inner]
         latest = (path / LATEST).read_text(encoding="utf-8").strip() if (path / LATEST).is_file() else None
         latest = next(iter(inner), latest)
     for each in found:
@@ -172,6 +172,7 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
     paths = [*of_trainer(Path(folder)).values(), *candidates(Path(folder))] if everything else []
+    paths = list(dict.fromkeys(paths))
     if everything and not paths:
         raise click.UsageError(f"{folder}: no checkpoints")
     if not everything:

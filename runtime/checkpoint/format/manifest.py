@@ -238,24 +238,34 @@ def candidates(folder: Path) -> list[Path]:
             continue
         if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
             continue
-        try:
-            moment = float(read_manifest(tag)["time"])
-        except (CheckpointError, ValueError, TypeError, KeyError):
-            moment = path.stat().st_mtime
-        found.append((moment, tag.name, tag))
+        found.append((_saved_at(tag), tag.name, tag))
     return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _saved_at(checkpoint: Path) -> float:
+    """Return when a checkpoint was saved, in seconds since the epoch."""
+    try:
+        return float(read_manifest(checkpoint)["time"])
+    except (CheckpointError, ValueError, TypeError, KeyError):
+        return (checkpoint / MANIFEST).stat().st_mtime
 
 
 def of_trainer(folder: Path) -> dict[str, Path]:
     """Return the checkpoints in a Trainer's output_dir by the names of their ``checkpoint-N``, the largest N
-    first. Empty for a folder that has checkpoints itself.
+    first. Checkpoints beside them, which ``trainer.save_model()`` leaves at stage 3, are there by their tags,
+    and then all are sorted by time, newest first. Empty for a folder without a ``checkpoint-N``.
     """
-    if (folder / LATEST).exists() or (folder / MANIFEST).exists() or candidates(folder):
+    if (folder / MANIFEST).exists():
         return {}
     numbered = ((TRAINER_FOLDER.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
     found = [(int(name[1]), path) for name, path in numbered if name is not None]
     inner = {path.name: candidates(path) for _, path in sorted(found, reverse=True)}
-    return {name: paths[0] for name, paths in inner.items() if paths}
+    chosen = {name: paths[0] for name, paths in inner.items() if paths}
+    beside = candidates(folder) if chosen else []
+    if beside:
+        chosen |= {path.name: path for path in beside}
+        chosen = dict(sorted(chosen.items(), key=lambda item: _saved_at(item[1]), reverse=True))
+    return chosen
 
 
 def looks_whole(path: Path) -> bool:
@@ -372,7 +382,8 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
         return names[0]
     if tag == "auto":
         for name in names:
-            if newest_whole(folder / name)[0] is not None:
+            is_numbered = inner[name].parent != folder
+            if newest_whole(folder / name)[0] is not None if is_numbered else looks_whole(inner[name]):
                 return name
         raise CheckpointError(f"{folder}: has no complete checkpoint")
     if tag not in inner:

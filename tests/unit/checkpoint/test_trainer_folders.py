@@ -70,9 +70,24 @@ def test_the_exported_config_has_the_dtype_of_the_weights(output_dir: Path, dtyp
     assert json.loads((output_dir / "checkpoint-10" / "config.json").read_text()) == CONFIG
 
 
-def test_a_folder_with_its_own_checkpoints_is_no_output_dir(
-    output_dir: Path, capsys: pytest.CaptureFixture[str]
+def test_what_save_model_leaves_in_the_output_dir_is_one_of_them(
+    output_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (output_dir / "latest").write_text("gone")
-    assert main(["checkpoint", "show", str(output_dir)]) == 2
-    assert "has no checkpoint 'gone'" in capsys.readouterr().err
+    weights = tmp_path / "weights.bin"
+    torch.save({"weight": torch.full((3,), 20.0)}, weights)
+    write_foreign(read_foreign(str(weights)), str(output_dir), "global_step20")
+    assert (output_dir / "latest").read_text() == "global_step20"
+    assert main(["checkpoint", "show", str(output_dir)]) == 0
+    assert "using global_step20; others: checkpoint-10, " in capsys.readouterr().err
+    torch.save({"weight": torch.full((3,), 30.0)}, weights)  # training goes on
+    write_foreign(read_foreign(str(weights)), str(output_dir / "checkpoint-30"), "global_step30")
+    state = zlaunch.get_fp32_state_dict_from_zero_checkpoint(output_dir)
+    assert state["weight"].tolist() == [30.0] * 3, "not the older one that `latest` names"
+    state = zlaunch.get_fp32_state_dict_from_zero_checkpoint(output_dir, "global_step20")
+    assert state["weight"].tolist() == [20.0] * 3
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", str(output_dir), "--json"]) == 0
+    tags = [each["tag"] for each in json.loads(capsys.readouterr().out)]
+    assert tags == ["checkpoint-30", "global_step20", "checkpoint-10", "checkpoint-9", "checkpoint-2"]
+    assert main(["checkpoint", "verify", str(output_dir), "--all"]) == 0
+    assert capsys.readouterr().out.count("whole") == 5
