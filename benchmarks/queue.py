@@ -27,10 +27,11 @@ _POLL_S = 1.0
 
 
 def main() -> None:
-    """Measure in a queue of its own, and print the result."""
+    """Run the measurement in a temporary queue and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    use, sweep = kinds.add_parser("use"), kinds.add_parser("sweep")
+    use = kinds.add_parser("use")
+    sweep = kinds.add_parser("sweep")
     use.add_argument("--runs", type=int, default=200)
     use.add_argument("--slots", type=int, default=6)
     use.add_argument("--seconds", type=float, default=2.0)
@@ -55,12 +56,13 @@ def main() -> None:
 
 
 class _Scene:
-    """Holds a folder with a script that sleeps, slots, and a queue of its own."""
+    """A temporary queue with its slots, and a folder with a script that sleeps."""
 
     def __init__(self, folder: Path, slots: int, seconds: float) -> None:
         (folder / "train.py").write_text(f"import time\ntime.sleep({seconds})\n")
         (folder / "hosts").write_text(f"localhost slots={slots}\n")
-        self._folder, self._slots = folder, slots
+        self._folder = folder
+        self._slots = slots
         self._environ = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)}
         self._options = ("--queue=local", "--hostfile=hosts", "--num_gpus=1", "--no_local_rank", "--quiet")
 
@@ -95,9 +97,12 @@ class _Scene:
             self._await_submission(sweep, trials)
             time.sleep(2 * _POLL_S)
             daemon = self._daemon()
-            before, ended, begin = (_cpu_s(daemon), _cpu_s(sweep.pid)), self._ended(), time.monotonic()
+            before = (_cpu_s(daemon), _cpu_s(sweep.pid))
+            ended = self._ended()
+            begin = time.monotonic()
             time.sleep(window_s)
-            after, took_s = (_cpu_s(daemon), _cpu_s(sweep.pid)), time.monotonic() - begin
+            after = (_cpu_s(daemon), _cpu_s(sweep.pid))
+            took_s = time.monotonic() - begin
             count = self._ended() - ended
         finally:
             sweep.terminate()

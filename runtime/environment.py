@@ -16,7 +16,7 @@ class Environment:
     world_size: int
     local_world_size: int
     index_on_node: int
-    """Numbers this rank among those of its node."""
+    """Index of this rank on its node."""
     has_rendezvous: bool
     """Tells whether RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all given."""
     run_dir: str | None

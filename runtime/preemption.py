@@ -70,8 +70,10 @@ def resume_dir(default: str | None = None) -> str | None:
 
 def _of_trainer(output_dir: Path, environment: Environment) -> str | None:
     chosen, problems = newest_complete(output_dir)
-    for problem in problems if environment.rank == 0 else ():
-        warn(f"resume_dir: {problem}: using {'a new run' if chosen is None else chosen.name} instead")
+    if environment.rank == 0:
+        instead = "a new run" if chosen is None else chosen.name
+        for problem in problems:
+            warn(f"resume_dir: {problem}: using {instead} instead")
     if chosen is None:
         return None
     _refuse_anothers(str(chosen), environment.run_dir)

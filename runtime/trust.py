@@ -134,7 +134,7 @@ def _is_own(about: os.stat_result) -> bool:
 def _new_entry(fd: int) -> os.stat_result | None:
     """Make an empty file for this user alone in an open folder, and return its status.
 
-    The status is that of the descriptor: the folder's owner can put something else under the name at once.
+    Stat the descriptor, not the name: the folder's owner can replace the file at any moment.
     """
     name = f".trust-{os.getpid()}-{threading.get_ident()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

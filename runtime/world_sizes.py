@@ -14,7 +14,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+):(\d+))?")
 
 def write_world_sizes(sizes: Sequence[int]) -> str:
     """Return the text for numbers of ranks, of which the first one holds without a failure."""
-    full, rest = sizes[0], sorted(set(sizes[1:]) - {sizes[0]})
+    full = sizes[0]
+    rest = sorted(set(sizes[1:]) - {sizes[0]})
     words = [str(full)]
     while rest:
         step = rest[1] - rest[0] if len(rest) > 1 else 1
@@ -33,6 +34,8 @@ def read_world_sizes(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(word)
         if match is None or int(match[1]) < 1 or match[3] == "0":
             raise ValueError(f'{word!r} is not a number of ranks or a range such as "8-16:8"')
-        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        first = int(match[1])
+        last = int(match[2] or first)
+        step = int(match[3] or 1)
         sizes += range(first, last + 1, step)
     return tuple(sizes)

@@ -233,8 +233,10 @@ def main() -> int:
     if args.kind in ("cluster", "spares"):
         from tests.cluster import drills, spare_drills
 
-        on_nodes = drills.on_a_testbed if args.kind == "cluster" else spare_drills.on_a_testbed
-        failed = on_nodes(args.seed, numbers)
+        if args.kind == "cluster":
+            failed = drills.on_a_testbed(drills.one, args.seed, numbers)
+        else:
+            failed = drills.on_a_testbed(spare_drills.one, args.seed, numbers, slurm=False)
     else:
         from tests.queue_drills import queued
         from tests.run_drills import detached, restarted

@@ -49,9 +49,21 @@ _SCRIPT = """
 _FOR_EVER = 3600.0
 _NO_ATTEMPT_ENDS = ("daemon", "daemon twice", "daemon at a start", "frozen daemon")
 VICTIMS = (
-    *(*_NO_ATTEMPT_ENDS, "worker", "agent", "guard", "launcher", "launcher and agent"),
-    *("daemon and worker", "daemon and launcher", "frozen daemon and worker", "everything"),
-    *("cancel", "daemon, then cancel", "cancel, then daemon", "SIGTERM", "daemon and SIGTERM"),
+    *_NO_ATTEMPT_ENDS,
+    "worker",
+    "agent",
+    "guard",
+    "launcher",
+    "launcher and agent",
+    "daemon and worker",
+    "daemon and launcher",
+    "frozen daemon and worker",
+    "everything",
+    "cancel",
+    "daemon, then cancel",
+    "cancel, then daemon",
+    "SIGTERM",
+    "daemon and SIGTERM",
 )
 
 
@@ -89,15 +101,30 @@ def _drill(seed: int, number: int) -> _Drill:
     return _Drill(number, dice.choice(VICTIMS), dice.random() ** 2, (victim, *others))
 
 
+def daemons_of(state_home: str) -> list[int]:
+    """List the living daemons of the queue in this XDG_STATE_HOME."""
+    mark = f"XDG_STATE_HOME={state_home}".encode()
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = Path("/proc", name, "cmdline").read_bytes()
+            environ = Path("/proc", name, "environ").read_bytes()
+        except OSError:
+            continue
+        if b"zlaunch.queue.daemon" in command and mark in environ.split(b"\0"):
+            found.append(int(name))
+    return found
+
+
 class _Scene:
-    """Holds a queue of its own with its jobs."""
+    """A temporary queue and the jobs of one drill."""
 
     def __init__(self, folder: Path, drill: _Drill) -> None:
-        self.folder, self.drill = folder, drill
+        self.folder = folder
+        self.drill = drill
         state = folder / "state"
         self.environ = {**os.environ, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
         self.environ["DRILL_SLOTS"] = str(SLOTS)
-        self._mark = f"XDG_STATE_HOME={state}".encode()
         (folder / "train.py").write_text(textwrap.dedent(_SCRIPT))
         (folder / "hosts").write_text(f"localhost slots={SLOTS}\n")
         self.run_dirs = [folder / "runs" / f"drill{index}" for index in range(len(drill.jobs))]
@@ -144,16 +171,7 @@ class _Scene:
 
     def daemons(self) -> list[int]:
         """List the processes that are this queue's daemon."""
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                command = Path("/proc", name, "cmdline").read_bytes()
-                environ = Path("/proc", name, "environ").read_bytes()
-            except OSError:
-                continue
-            if b"zlaunch.queue.daemon" in command and self._mark in environ.split(b"\0"):
-                found.append(int(name))
-        return found
+        return daemons_of(self.environ["XDG_STATE_HOME"])
 
     def signal_daemon(self, signum: int) -> None:
         """Signal the daemon; there may be none."""
@@ -172,7 +190,8 @@ class _Scene:
 
     def pids(self) -> dict[str, int]:
         """Return the processes of the victim: its launcher, agent, guard and last rank."""
-        run_id, run_dir = self.record(self.run_dirs[0])["run_id"], self.run_dirs[0]
+        run_id = self.record(self.run_dirs[0])["run_id"]
+        run_dir = self.run_dirs[0]
         worker = next(int(pid) for run, what, _, pid in reversed(self.notes()) if run == run_id)
         events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().split("\n")[:-1]]
         agent = next(int(event["pid"]) for event in events if event["type"] == "agent")
@@ -200,7 +219,8 @@ _CODES = {"worker": 137, "agent": 137, "guard": 143, "launcher": 137, "everythin
 
 def _act(scene: _Scene) -> tuple[int, int]:
     """Do it. Return the victim's exit code and how often it runs."""
-    victim, job = scene.drill.victim, scene.drill.jobs[0]
+    victim = scene.drill.victim
+    job = scene.drill.jobs[0]
     if victim in _NO_ATTEMPT_ENDS:
         for _ in range(2 if "twice" in victim else 1):
             scene.signal_daemon(signal.SIGSTOP if "frozen" in victim else signal.SIGKILL)
@@ -232,7 +252,7 @@ def _act(scene: _Scene) -> tuple[int, int]:
 
 
 def queued(seed: int, number: int) -> str:
-    """Do one drill on a queue of its own; return what was done. Raises AssertionError."""
+    """Run one drill on a temporary queue and return its description. Raises AssertionError."""
     drill = _drill(seed, number)
     with tempfile.TemporaryDirectory(prefix="zdrill-") as name:
         scene = _Scene(Path(name), drill)
@@ -254,7 +274,9 @@ def queued(seed: int, number: int) -> str:
         finally:
             scene.signal_daemon(signal.SIGKILL)
             for run_dir in scene.run_dirs:
-                for pid in alive(str(scene.record(run_dir)["run_id"])) if run_dir.exists() else ():
+                if not run_dir.exists():
+                    continue
+                for pid in alive(str(scene.record(run_dir)["run_id"])):
                     _signal(pid, signal.SIGKILL)
     return f"{drill.number}: queued: {drill.victim}"
 

@@ -76,7 +76,8 @@ def _kill(*pids: int, by: int = signal.SIGKILL) -> None:
 def detached(seed: int, number: int) -> str:
     """Do one drill on a run without a terminal; return what was done. Raises AssertionError."""
     dice = random.Random(f"{seed}.{number}.detached")
-    victim, kind = dice.choice(list(_DETACHED)), dice.choice(("polite", "stubborn"))
+    victim = dice.choice(list(_DETACHED))
+    kind = dice.choice(("polite", "stubborn"))
     delay_s = dice.random() ** 2 * 0.5
     what = f"{number}: detached: {victim}, {kind}"
     with tempfile.TemporaryDirectory(prefix="zdrill-") as name:
@@ -131,7 +132,8 @@ def _hit(victim: str, pids: dict[str, int]) -> None:
 def restarted(seed: int, number: int) -> str:
     """Do one drill on a run that is killed and restarts; return what was done. Raises AssertionError."""
     dice = random.Random(f"{seed}.{number}.restarts")
-    kind, allowed = dice.choice(("polite", "stubborn")), dice.randint(1, 3)
+    kind = dice.choice(("polite", "stubborn"))
+    allowed = dice.randint(1, 3)
     kills = [dice.choice(_RESTARTED) for _ in range(dice.randint(1, allowed + 1))]
     pauses = [dice.random() ** 2 * 0.5 for _ in kills]
     what = f"{number}: {len(kills)} kills, {allowed} restarts: {', '.join(kills)}, {kind}"

@@ -15,4 +15,6 @@ class NodeError(LaunchError):
     def __init__(self, host: str, text: str, slots: tuple[int, ...] = ()) -> None:
         """Take the slots that are to blame; none: the host as a whole."""
         super().__init__(text)
-        self.host, self.text, self.slots = host, text, slots
+        self.host = host
+        self.text = text
+        self.slots = slots

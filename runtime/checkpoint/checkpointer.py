@@ -375,7 +375,8 @@ class Checkpointer:
         """Return the learning rate of each parameter group before a schedule; empty if the schedule computes
         its rates from the config alone, which a load does not change.
         """
-        step, scheduler = self._shard_step, self._run.lr_scheduler
+        step = self._shard_step
+        scheduler = self._run.lr_scheduler
         if step is None:
             return []
         step.take_hyperparameters()

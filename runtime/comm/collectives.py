@@ -132,7 +132,8 @@ class Comm:
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
         if self.world_size > 1 and device.type == "cpu" and connect is not None:
-            environment, say = read_environment(), partial(_say, self._labels)
+            environment = read_environment()
+            say = partial(_say, self._labels)
             allowed = share and environment.shared_memory
             limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
             join = partial(connect, timeout_s=limit_s, allowed=allowed, describe=say, check=waits.check)

@@ -19,7 +19,9 @@ from .load import Loaded
 from .parallel import mesh_shape, pipeline_size
 from .schema import Config
 
-TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+GAS = "gradient_accumulation_steps"
 NO_SIZE = "auto: 1, no batch size is set"
 _MOST_NAMED = 6
 _FAR = 16
@@ -35,7 +37,9 @@ def complete(
         world: ranks that train on different samples.
         kept: the global batch to keep. See Note [Global batch after a restart].
     """
-    train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
+    train = values[TRAIN]
+    micro = values[MICRO]
+    gas = values[GAS]
     if train is not None and (wrong := _mistake(train, micro, gas, world)):
         return f"{wrong}; {_remedy(train, micro, gas, world)}"
     if train is None and micro is None:
@@ -84,7 +88,7 @@ def _find_accumulation(config: Config, one: int, kept: int | None) -> int:
 
 
 def _refused_accumulation(config: Config, steps: int) -> str:
-    """Return why a config cannot have so many micro-batches in a step; "" if it can."""
+    """Return why a config cannot accumulate `steps` micro-batches; "" if it can."""
     if steps != 1 and config.zero_optimization.step_in_backward:
         return (
             f"zero_optimization.step_in_backward: {GAS} is {steps}, but each backward pass is a step: "
@@ -100,12 +104,12 @@ def _refused_accumulation(config: Config, steps: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RestartCheck:
-    """What a config does on the other numbers of ranks that a run may have."""
+    """Result of checking a config on every number of ranks that a run may restart with."""
 
     problem: str = ""
-    """Why an attempt there would fail."""
+    """Reason why a restart would fail; empty if none would."""
     warnings: tuple[str, ...] = ()
-    """A changed global batch."""
+    """Lines about a changed global batch."""
 
 
 def check_restarts(
@@ -147,7 +151,9 @@ def check_restarts(
 
 
 def _find_problem(loaded: Loaded, values: dict[str, Any], world: int) -> str:
-    train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
+    train = values[TRAIN]
+    micro = values[MICRO]
+    gas = values[GAS]
     if train is not None and (wrong := _mistake(train, micro, gas, world)):
         return wrong
     there = dict(values)
@@ -164,7 +170,9 @@ def _would_fail(wrong: dict[int, str], advice: str) -> str:
 
 def _fitting(values: dict[str, Any], worlds: Sequence[int]) -> str:
     """Return the advice for batch sizes that do not fit all numbers of ranks."""
-    train, micro, gas = (values[key] for key in (TRAIN, MICRO, GAS))
+    train = values[TRAIN]
+    micro = values[MICRO]
+    gas = values[GAS]
     if train is None:
         return "or raise --min_nodes"
     if micro is not None and gas is not None:
@@ -188,8 +196,11 @@ def _changed(
     first_batch: int | None,
 ) -> tuple[str, ...]:
     """Return a line with the old and the new global batch, if they differ."""
-    micro, gas, here = given[MICRO] or 1, given[GAS], samples[world_size]
-    before, where = first_batch, "in the first attempt"
+    micro = given[MICRO] or 1
+    gas = given[GAS]
+    here = samples[world_size]
+    before = first_batch
+    where = "in the first attempt"
     if before is None:
         is_fixed = given[TRAIN] is not None and (given[MICRO] is None or gas is None)
         before = batch if is_fixed else micro * (gas or 1) * samples[full_size]

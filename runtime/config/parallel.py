@@ -71,7 +71,7 @@ class Pipeline(Section):
     virtual_stages: Count = ok(2)
     """With "interleaved": virtual stages on each rank (zlaunch's own key)."""
     partition: Literal["best", "parameters", "uniform"] | list[Whole] = ok("best")
-    """How layers are assigned to stages: "best" and "parameters" balance parameters, "uniform" balances
+    """Assignment of layers to stages: "best" and "parameters" balance parameters, "uniform" balances
     layers. A list gives the first layer of each stage after the first."""
 
 

@@ -30,7 +30,7 @@ class Effective:
     loaded: Loaded
     """What it was made from."""
     batch_warnings: tuple[str, ...] = ()
-    """What the user must know of the global batch after a restart on fewer ranks; one line each."""
+    """Warnings about the global batch after a restart on fewer ranks, one line each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain JSON values."""
@@ -192,7 +192,8 @@ def _batch(
     warnings and problems.
     """
     if world_size not in sizes:  # the launcher did not count these ranks: a script started them
-        sizes, first_batch = (world_size,), None
+        sizes = (world_size,)
+        first_batch = None
     given = dict(values)
     here = find_mesh(loaded, world_size).samples
     kept = find_kept_batch(loaded, given, sizes, first_batch)

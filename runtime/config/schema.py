@@ -71,7 +71,7 @@ class Config(Section):
     gradient_predivide_factor: Positive = ok(1.0)
     """Divisor used by prescale_gradients."""
     gradient_allreduce_op: Literal["mean", "sum"] = ok("mean")
-    """How gradients are reduced over the ranks; stage 3 does not support "sum"."""
+    """Reduction of gradients over the ranks; stage 3 does not support "sum"."""
     communication_data_type: Dtype | None = ok(None)
     """Data type for gradient reduction; null is the model's."""
     zero_allow_untested_optimizer: Bool = ok(False)

@@ -134,7 +134,7 @@ class Zero(Section):
     """ZeRO: sharding over the data-parallel ranks."""
 
     stage: Stage = ok(0)
-    """What to shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0 shards nothing."""
     shard_group: ShardGroupSize = ok("world")
     """Ranks to shard over: "world" (all), "node" (each node has a full replica), or a number of consecutive
     ranks. "auto": all ranks; if links between nodes are slower, parameters are gathered inside each node."""
@@ -213,7 +213,7 @@ class Zero(Section):
     """Stages 2 and 3, one micro-batch per step: update each unit as soon as its gradient is reduced, then
     free the gradient. A rank never holds the gradients of the whole model (zlaunch's own key)."""
     step_in_backward_clipping: Literal["previous_norm", "value"] = ok("previous_norm")
-    """What gradient_clipping clips with step_in_backward: "previous_norm" uses the gradient norm of the
+    """Norm used by gradient_clipping with step_in_backward: "previous_norm" uses the gradient norm of the
     previous step (in the first step, each unit's own norm), "value" clips each element."""
     round_robin_gradients: Bool = always(False, "every rank owns an equal slice of each bucket")
     """Assign gradients to ranks in round-robin order (stages 1 and 2)."""

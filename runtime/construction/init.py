@@ -50,7 +50,7 @@ class Init:
 
     ``with zlaunch.zero.Init():`` builds a model larger than GPU memory, or larger than host memory with
     ``remote_device="nvme"``. Pass the model to :func:`zlaunch.initialize` at stage 3. Each module runs its
-    own constructor, so the values equal those of an ordinary construction; all ranks get rank 0's values.
+    own constructor, so the values are the same as without it. All ranks get rank 0's values.
     Collective: every rank must build the same modules in the same order.
 
     Inside the context, code that touches a parameter of an earlier module (``model.apply(init)``, tied or

@@ -13,7 +13,8 @@ def host_bytes() -> int:
     """Return the bytes that the system, and every control group around this process, still have."""
     free = int(psutil.virtual_memory().available)
     for folder in _own_groups():
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        limit = _number(folder / "memory.max")
+        used = _number(folder / "memory.current")
         if limit is not None and used is not None:
             cached = _statistic(folder / "memory.stat", "inactive_file")
             free = min(free, max(0, limit - used + cached))

@@ -7,6 +7,7 @@ import random
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cluster.helpers import await_ready, pid_of, start
@@ -107,11 +108,13 @@ def _act(cluster: Testbed, launch: Launch, victim: str, rank: int, by: str) -> t
     return 128 + signum, f"stopped by {signum.name}"
 
 
-def on_a_testbed(seed: int, numbers: range) -> list[str]:
-    """Do all of them on a testbed of their own; returns the failures."""
+def on_a_testbed(
+    one: Callable[[Testbed, int, int], str], seed: int, numbers: range, *, slurm: bool = True
+) -> list[str]:
+    """Run drills of one kind on a temporary testbed and return the failures."""
     failed = []
     with tempfile.TemporaryDirectory(prefix="ztest-") as folder:
-        bed = Testbed(Path(folder) / "bed")
+        bed = Testbed(Path(folder) / "bed", slurm=slurm)
         bed.up()
         try:
             for number in numbers:

@@ -36,8 +36,10 @@ _SCRIPT = """
 def one(cluster: Testbed, seed: int, number: int) -> str:
     """Do one drill; return what was done. Raises AssertionError."""
     dice = random.Random(f"{seed}.{number}.spares")
-    victim, kind = dice.choice(_VICTIMS), dice.choice(("polite", "stubborn"))
-    rank, delay_s = dice.randrange(2), dice.random() ** 2 * 0.5
+    victim = dice.choice(_VICTIMS)
+    kind = dice.choice(("polite", "stubborn"))
+    rank = dice.randrange(2)
+    delay_s = dice.random() ** 2 * 0.5
     node = cluster.hosts[rank]
     what = f"{number}: spares: {victim} on {node}, {kind}"
     with tempfile.TemporaryDirectory(prefix="zdrill-") as name:
@@ -86,21 +88,3 @@ def _act(cluster: Testbed, launch: Launch, victim: str, node: str) -> None:
     pids = {"worker": worker, "agent": agent, "guard": guard}
     signal = "STOP" if "frozen" in victim else "KILL"
     cluster.enter(node, "kill", f"-{signal}", *(str(pid) for name, pid in pids.items() if name in victim))
-
-
-def on_a_testbed(seed: int, numbers: range) -> list[str]:
-    """Do all of them on a testbed of their own, without SLURM; return the failures."""
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="ztest-") as folder:
-        bed = Testbed(Path(folder) / "bed", slurm=False)
-        bed.up()
-        try:
-            for number in numbers:
-                try:
-                    print(one(bed, seed, number), flush=True)
-                except Exception as error:
-                    failed.append(f"{number}: {type(error).__name__}: {error}")
-                    print("FAILED", failed[-1], flush=True)
-        finally:
-            bed.down()
-    return failed

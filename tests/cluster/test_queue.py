@@ -96,7 +96,7 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
     for arguments, text in (
         (("submit", "--priority=1", "train.py"), "--priority needs --queue local"),
         (("submit", "--retries=1", "train.py"), "--max_restarts"),
-        (("submit", "--after=x", "train.py"), "the id of a job"),
+        (("submit", "--after=x", "train.py"), "needs a SLURM job ID"),
         (("submit", "--time=soon", "train.py"), "--time 'soon'"),
         (("submit", "missing.py"), "missing.py"),
         (("cancel", "x"), "not a SLURM job ID"),

@@ -21,7 +21,8 @@ def connect(launch: Launch, rank: int) -> tuple[DapClient, dict[str, Any]]:
     said = wait_until(lambda: launch.events("debugger"), launch_says(launch))[0]
     assert said["rank"] == rank and said["attached"] is False
     lines = wait_until(lambda: lines_of_advice(launch), launch_says(launch))
-    address, port = said["address"], said["port"]
+    address = said["address"]
+    port = said["port"]
     assert address == "127.0.0.1" and f"rank {rank} on localhost waits for a debugger at" in lines[0]
     block = json.loads(lines[2])
     assert (block["type"], block["request"]) == ("debugpy", "attach")
@@ -103,4 +104,4 @@ def test_no_rank_gives_up_on_one_that_is_debugged(tmp_path: Path) -> None:
     client.close()
     assert launch.wait() == 0, launch.err
     assert [launch.log(rank).splitlines()[-1] for rank in (0, 1)] == ["done 0", "done 1"]
-    assert "--hang_timeout, timeouts of collectives" in launch.err
+    assert "no timeout ends the run: --hang_timeout" in launch.err

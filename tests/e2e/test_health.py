@@ -25,7 +25,9 @@ def test_a_machine_with_a_full_disk_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(FULL_DISK)
     launch = Launch(
         tmp_path,
-        *("--hostfile=hosts", "--no_local_rank", "--health"),
+        "--hostfile=hosts",
+        "--no_local_rank",
+        "--health",
         script="print('ran')",
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )

@@ -23,6 +23,7 @@ import pytest
 from tests.e2e.helpers import ROOT, alive
 from tests.e2e.test_runs import zlaunch
 from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
+from tests.queue_drills import daemons_of
 from zlaunch.queue.wake import LOG, queue_folder
 
 SCRIPT = """
@@ -75,17 +76,7 @@ def has_begun(folder: Path, run: str, rank: str = "") -> bool:
 
 def daemons() -> list[int]:
     """The living daemons of the queue whose folder the environment names."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            command = Path("/proc", name, "cmdline").read_bytes()
-            environ = Path("/proc", name, "environ").read_bytes()
-        except OSError:
-            continue
-        state = f"XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}".encode()
-        if b"zlaunch.queue.daemon" in command and state in environ.split(b"\0"):
-            found.append(int(name))
-    return found
+    return daemons_of(os.environ["XDG_STATE_HOME"])
 
 
 def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:

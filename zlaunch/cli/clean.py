@@ -19,7 +19,10 @@ from zlaunch.supervisor.run_record import QUEUE_FOLDER
 
 _OURS = (
     *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
-    *("provenance.json", "packages.txt", "git.diff", "script_copy*"),
+    "provenance.json",
+    "packages.txt",
+    "git.diff",
+    "script_copy*",
     *(f"logs/{folder}rank_*.log{older}" for folder in ("", f"{TIMES}/") for older in ("", OLDER)),
     *("logs/agent_*.log", "logs/error_*.json", CONSOLE_LOG, f"{QUEUE_FOLDER}/[0-9]*.*"),
 )

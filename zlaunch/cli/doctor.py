@@ -30,7 +30,14 @@ _MEET_TIMEOUT_S = 40.0
 """Seconds for finding all hosts that cannot reach node 0: each takes a round of connecting."""
 COLUMNS = (
     *("host", "state", "python", "zlaunch", "torch", "GPUs", "driver", "clock"),
-    *("memory", "disk", "shm", "memlock", "nofile", "interfaces", "NCCL", "node 0"),
+    "memory",
+    "disk",
+    "shm",
+    "memlock",
+    "nofile",
+    "interfaces",
+    "NCCL",
+    "node 0",
 )
 """Columns of the table; a problem names the one that it belongs to."""
 _NOT_KNOWN = "-"

@@ -88,11 +88,12 @@ class _Line(NamedTuple):
 def _read(run: FoundRun) -> _Recorded:
     """Read the record of a run. Raises LaunchError."""
     known = run_record.read_json(run.path / PROVENANCE)
-    words, cwd = known.get("command"), known.get("cwd")
+    words = known.get("command")
+    cwd = known.get("cwd")
     if not known and not os.path.lexists(run.path / PROVENANCE):
         line = shlex.join(["zlaunch", *run.record.command])
         raise LaunchError(
-            f"{run.name} has no {PROVENANCE}: zlaunch 0.2.0 or older started it, or it never began. "
+            f"{run.name} has no {PROVENANCE}: an older zlaunch started it, or it never began. "
             f"Its command was: {line}"
         )
     if known.get("version") != VERSION and "version" in known:

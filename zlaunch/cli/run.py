@@ -282,7 +282,8 @@ def _note_refusal(given: Mapping[str, Any], error: NodeError) -> None:
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.end import End
 
-    run_dir, run_id = given["run_dir"], given["run_id"]
+    run_dir = given["run_dir"]
+    run_id = given["run_id"]
     known = None if run_dir is None or not run_record.is_queued(run_dir) else run_record.read(run_dir)
     if known is not None and known.run_id == run_id and not given["dry_run"]:
         run_record.begun(run_dir, run_id, [error.host], 0, given["first_attempt"])
@@ -366,7 +367,8 @@ def _begin(launcher: Launcher, attempt: int = 0) -> None:
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.run_record import Labels
 
-    o, plan = launcher.options, launcher.known_plan()
+    o = launcher.options
+    plan = launcher.known_plan()
     world = plan.world_size if plan is not None else 0
     run_record.begun(o.run_dir, o.run_id, launcher.hosts, world, attempt, labels=Labels(o.name, o.tags))
 

@@ -40,7 +40,8 @@ from zlaunch.system.processes import Process, kill, start_ticks
 _POLL_S = 0.05
 _LEAST_COMMAND = 40
 """Characters of a command in a narrow table."""
-_BETWEEN, _EDGES = 3, 4
+_BETWEEN = 3
+_EDGES = 4
 """Characters between two columns of the table, and at its edges."""
 _QUIET_S = 0.5
 """Seconds without growth after which a log has all of the stacks."""
@@ -121,7 +122,8 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
     if not path.is_dir() and folder != DEFAULT_FOLDER:
         raise click.UsageError(f"there is no folder {folder!r}")
     look = look_into(path)
-    everything, refused = settle_all(look.runs), look.refused
+    everything = settle_all(look.runs)
+    refused = look.refused
     if clean:
         return clean_up(everything, refused, yes=yes)
     chosen = [run for run in everything if show_all or run.state.startswith(("running", "queued", "on "))]
@@ -172,8 +174,14 @@ def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
     return (
-        *(run.name, *([known.label] if has_label else ()), run.shown_state, shown, str(known.world_size)),
-        *(_moment(known.started), elapsed, str(known.attempt)),
+        run.name,
+        *([known.label] if has_label else ()),
+        run.shown_state,
+        shown,
+        str(known.world_size),
+        _moment(known.started),
+        elapsed,
+        str(known.attempt),
     )
 
 

@@ -287,7 +287,8 @@ def batch_of(asked: Asked) -> BatchScript:
     check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
     count, nodes = given["num_gpus"], given["num_nodes"] or 1
     # Warnings are rank 0's to say.
-    slots, spares = (count,) * nodes if count else (), min(given["spares"] or 0, nodes - 1)
+    slots = (count,) * nodes if count else ()
+    spares = min(given["spares"] or 0, nodes - 1)
     world_sizes = possible_world_sizes(slots, spares, given["min_nodes"]) if slots else ()
     check_configs(command, module=given["module"], folder=given["workdir"], world_sizes=world_sizes)
     gpus = count if count is not None and has_gpus() else None

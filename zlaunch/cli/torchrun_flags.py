@@ -88,12 +88,24 @@ _NUMBERS = (
 _TEXTS = (
     *("nnodes", "nproc_per_node", "rdzv_endpoint", "main_process_ip", "log_dir", "tee"),
     *("deepspeed_hostfile", "deepspeed_config_file", "gradient_accumulation_steps"),
-    *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
-    *("role", "rdzv_id", "rdzv_conf", "local_addr", "local_ranks_filter"),
+    "deepspeed_inclusion_filter",
+    "deepspeed_exclusion_filter",
+    "deepspeed_multinode_launcher",
+    "role",
+    "rdzv_id",
+    "rdzv_conf",
+    "local_addr",
+    "local_ranks_filter",
     *_FSDP,
 )
 _SWITCHES = (
-    *("standalone", "use_env", "use_deepspeed", "use_fsdp", "multi_gpu", "run_path", "same_network"),
+    "standalone",
+    "use_env",
+    "use_deepspeed",
+    "use_fsdp",
+    "multi_gpu",
+    "run_path",
+    "same_network",
     "virtual_local_rank",
 )
 _VARIABLES = {
@@ -274,7 +286,8 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
 
 def _take_arrival(out: dict[str, Any], here: Surroundings, run: str) -> None:
     """Say where the nodes meet that number themselves, and how long they wait for each other."""
-    host, port = out["master_addr"], out["master_port"] or DEFAULT_PORT
+    host = out["master_addr"]
+    port = out["master_port"] or DEFAULT_PORT
     is_own = bool(here.interface_of(host))
     out["arrival"] = Arrival(host, port, is_own, out["num_nodes"], out["num_gpus"], run)
     out["master_port"] = port
@@ -401,7 +414,8 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by
             raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")
         nodes = None
     elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts and by_arrival:
-        rank, arrives = 0, True  # it is 0 until all have come
+        rank = 0
+        arrives = True  # it is 0 until all have come
     elif rank is None and (nodes or 1) > 1 and hostfile is None and not here.knows_hosts:
         raise click.UsageError(
             f"--nnodes {nodes}: on every node add --rdzv_backend c10d --rdzv_endpoint HOST:PORT, or "

@@ -15,7 +15,7 @@ class TrainerUse:
     """Describes a script that imports a Trainer."""
 
     parses_arguments: bool
-    """Whether TrainingArguments come from the command line."""
+    """True if the script reads TrainingArguments from its command line."""
 
 
 def trainer_use(script: str) -> TrainerUse | None:

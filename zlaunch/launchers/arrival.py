@@ -157,8 +157,12 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
     """Read one line; None where it is none of ours."""
     data = b""
+    deadline = time.monotonic() + (connection.gettimeout() or _FAREWELL_S)
     try:
+        # One timeout for the line, not for each piece: a stranger may send a byte now and then.
         while not data.endswith(b"\n") and len(data) < _LINE_BYTES:
+            if time.monotonic() > deadline:
+                return None
             chunk = connection.recv(_LINE_BYTES - len(data))
             if not chunk:
                 return None

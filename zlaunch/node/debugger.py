@@ -7,7 +7,6 @@ get a timeout of weeks, whatever the script asks for. torch has no variable for 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import json
 import os
@@ -16,10 +15,10 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from zlaunch.node.import_watch import when_imported
 from zlaunch.plan.plan import LOCAL_HOST
 
 _USUAL_PORT = 5678
@@ -82,27 +81,12 @@ def _free_port(address: str) -> int:
 
 def lift_timeouts() -> None:
     """Lengthen the timeouts of torch.distributed's groups, as soon as it is imported."""
-    sys.meta_path.insert(0, _Watch())
+    when_imported(_MODULE, _adapt)
 
 
-class _Watch:
-    """Adapts the module when it is imported, and is gone then."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def run_and_adapt(module: ModuleType) -> None:
-                run(module)
-                for function in _MAKES_GROUPS:
-                    setattr(module, function, _without_limit(getattr(module, function)))
-
-            spec.loader.exec_module = run_and_adapt  # type: ignore[method-assign]
-        return spec
+def _adapt(module: ModuleType) -> None:
+    for function in _MAKES_GROUPS:
+        setattr(module, function, _without_limit(getattr(module, function)))
 
 
 def _without_limit(original: Any) -> Any:

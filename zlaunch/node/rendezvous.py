@@ -48,7 +48,8 @@ class Handshake:
         elif command == "checkup":
             from zlaunch.system.checkup import own_checkup
 
-            workdir, gpus = str(message["workdir"]), [str(token) for token in message["gpus"]]
+            workdir = str(message["workdir"])
+            gpus = [str(token) for token in message["gpus"]]
             self._send(own_checkup(workdir, message["nccl_setting"], gpus).as_event())
         elif command == "sweep":
             self._sweep(message)

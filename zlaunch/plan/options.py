@@ -62,7 +62,7 @@ class Options:
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
     name: str = ""
-    """What the user calls the run."""
+    """Name of the run, from --name."""
     tags: tuple[str, ...] = ()
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""

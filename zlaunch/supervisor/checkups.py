@@ -65,13 +65,16 @@ def _ask(node: Node, workdir: str, nccl_setting: str | None, gpus: Sequence[str]
 
 def _skew_s(node: Node) -> float:
     """Return a node's clock less ours, by the fastest of some pings, half of whose time is taken off."""
-    best_s, skew_s = float("inf"), 0.0
+    best_s = float("inf")
+    skew_s = 0.0
     for _ in range(_PINGS):
-        sent, started = time.time(), time.monotonic()
+        sent = time.time()
+        started = time.monotonic()
         there = float(node.link.ask({"cmd": "ping"}, "pong")["time"])
         round_trip_s = time.monotonic() - started
         if round_trip_s < best_s:
-            best_s, skew_s = round_trip_s, there - sent - round_trip_s / 2
+            best_s = round_trip_s
+            skew_s = there - sent - round_trip_s / 2
     return skew_s
 
 
@@ -93,7 +96,8 @@ def find_unhealthy(
 
 def describe_health(checkup: Checkup) -> str:
     """Return a line for people on what a node has reported."""
-    disk, found = checkup.disk_free_bytes, checkup.gpu_report
+    disk = checkup.disk_free_bytes
+    found = checkup.gpu_report
     memory = f"{size(checkup.memory_free_bytes)} of memory"
     said = [f"{memory} and {'no folder' if disk is None else f'{size(disk)} of disk'} free"]
     said += [_describe_gpu(gpu) for gpu in found.gpus]

@@ -37,7 +37,8 @@ def _part(known: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _script_changes(run_dir: Path, then: Mapping[str, Any]) -> Iterator[str]:
-    path, known = then.get("path"), then.get("sha256")
+    path = then.get("path")
+    known = then.get("sha256")
     if not path:
         return  # a program that is no script
     if not known:
@@ -62,7 +63,8 @@ def _git_changes(run_dir: Path, then: Mapping[str, Any]) -> Iterator[str]:
             yield f"git state not compared: {why}"
             return
     if then.get("commit") != now.commit:
-        before, after = str(then.get("commit"))[:_SHOWN_HASH], now.commit[:_SHOWN_HASH]
+        before = str(then.get("commit"))[:_SHOWN_HASH]
+        after = now.commit[:_SHOWN_HASH]
         yield f"the git commit is {after} and was {before}"
     if not then.get("diff_sha256") or now.diff is None:
         yield f"uncommitted changes not compared: {then.get('why') or now.why}"
@@ -83,7 +85,8 @@ def _package_changes(run_dir: Path, then: Mapping[str, Any], python: str) -> Ite
         yield f"packages not compared: {python} cannot list them here"
         return
     text, _ = redact("".join(f"{line}\n" for line in found), secret_values(os.environ))
-    old, new = _by_name(before), _by_name(text.splitlines())
+    old = _by_name(before)
+    new = _by_name(text.splitlines())
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if names:
         shown = [f"{name} {new.get(name, 'is missing')}, was {old.get(name, 'missing')}" for name in names]

@@ -49,9 +49,13 @@ def _copy_script(folder: Folder, script: Mapping[str, str], values: Sequence[str
 def _write_git(folder: Folder, state: GitState, values: Sequence[str]) -> dict[str, Any]:
     """Write the diff, and return what is known of the repository."""
     about: dict[str, Any] = {
-        **{"root": state.root, "commit": state.commit, "branch": state.branch},
-        **{"dirty": None if state.diff is None else bool(state.diff), "why": state.why},
-        **{"untracked": state.untracked, "untracked_not_listed": state.not_listed},
+        "root": state.root,
+        "commit": state.commit,
+        "branch": state.branch,
+        "dirty": None if state.diff is None else bool(state.diff),
+        "why": state.why,
+        "untracked": state.untracked,
+        "untracked_not_listed": state.not_listed,
     }
     if state.diff is None:
         return about

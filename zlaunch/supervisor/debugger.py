@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 LIFTED = (
-    "with --debug, no timeout ends the run: --hang_timeout and NCCL's monitor are off, and collectives wait "
-    "up to 20 days"
+    "no timeout ends the run: --hang_timeout and NCCL's monitor are off, and collectives wait up to 20 days"
 )
 
 

@@ -2,9 +2,10 @@
 
 Note [Git without side effects]
 git may take a lock on the index, ask for a password, fetch missing objects, and run programs that the
-repository's config names (fsmonitor, diff drivers). All of that is switched off. git runs in a session of its
-own, without a terminal, and is killed with all that it has started after a time limit. It dies with this
-process. Call this in a process with one thread.
+repository's config names (fsmonitor, diff drivers). All of that is switched off, except clean filters:
+without them, the diff of a filtered file (git-lfs) would be wrong. git runs in its own session, without a
+terminal, and is killed with all that it has started after a time limit. It dies with this process. Call this
+in a process with one thread.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ _KILL_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _SETTINGS = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _DIFF = (
-    *("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short", "-U3"),
-    *("--src-prefix=a/", "--dst-prefix=b/"),
+    "diff",
+    "HEAD",
+    "--binary",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--submodule=short",
+    "-U3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
 )
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
@@ -70,7 +79,8 @@ def read_git(folder: Path, timeout_s: float) -> GitState:
     root = commit = branch = why = ""
     diff: bytes | None = None
     known: tuple[str, ...] = ()
-    is_cut, more = False, 0
+    is_cut = False
+    more = 0
     try:
         root = os.fsdecode(ask(folder, "rev-parse", "--show-toplevel")[0].rstrip(b"\n"))
         top = Path(root)
@@ -82,7 +92,8 @@ def read_git(folder: Path, timeout_s: float) -> GitState:
         diff = diff[: diff.rfind(b"\n") + 1]
         listed, _ = ask(top, "ls-files", "--others", "--exclude-standard", "--directory", "-z")
         names = [os.fsdecode(name) for name in listed.split(b"\0")[:-1]]
-        known, more = tuple(names[:_MOST_UNTRACKED]), max(0, len(names) - _MOST_UNTRACKED)
+        known = tuple(names[:_MOST_UNTRACKED])
+        more = max(0, len(names) - _MOST_UNTRACKED)
     except GitError as error:
         why = f"git: {error}"
     return GitState(
@@ -147,7 +158,8 @@ def _read(process: subprocess.Popen[bytes], most: int, until: float) -> tuple[by
     Raises TimeoutError.
     """
     assert process.stdout is not None and process.stderr is not None
-    out, err = process.stdout.fileno(), process.stderr.fileno()
+    out = process.stdout.fileno()
+    err = process.stderr.fileno()
     parts = {out: bytearray(), err: bytearray()}
     with selectors.DefaultSelector() as selector:
         for fd in parts:

@@ -258,7 +258,8 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
             return nodes
         for error in errors:
             console.error(f"{error.host}: {error.text}")
-        dead_hosts, sick_hosts = [error.host for error in dead], [error.host for error in sick]
+        dead_hosts = [error.host for error in dead]
+        sick_hosts = [error.host for error in sick]
         agents.drop(sick_hosts)
         said = "" if sick and not limits.excludes_unhealthy else hosts.lose(dead_hosts, sick_hosts)
         if not said:

@@ -99,7 +99,8 @@ class Provenance:
                 text, _ = redact("".join(f"{line}\n" for line in lines), values)
                 self._put(PACKAGES, text.encode("utf-8", "surrogateescape"))
                 self._known["packages"] = {"file": PACKAGES, "count": len(lines)}
-                executable, version = event.get("executable"), event.get("python")
+                executable = event.get("executable")
+                version = event.get("python")
                 self._known["python"] = {"executable": executable, "version": version}
                 self._known["torch"] = version_in(lines, "torch")
             else:
@@ -153,7 +154,9 @@ class Provenance:
             said, errors = self._helper.communicate(json.dumps(request).encode())
             found = json.loads(said) if self._helper.returncode == 0 else None
         except (OSError, ValueError) as error:
-            said, errors, found = b"", str(error).encode(), None
+            said = b""
+            errors = str(error).encode()
+            found = None
         with self._lock:
             if self._helper is not None and self._helper.returncode == -signal.SIGKILL:
                 return  # by the end of the run, or of an attempt

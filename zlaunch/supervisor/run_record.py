@@ -250,7 +250,8 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
 
 def made_engine(plan: Plan, attempt: int, event: Mapping[str, Any]) -> None:
     """Record the global batch of an engine in the run's first attempt that has any, in `batches.json`."""
-    size, path = event.get("train_batch_size"), Path(plan.run_dir) / _BATCHES
+    size = event.get("train_batch_size")
+    path = Path(plan.run_dir) / _BATCHES
     if type(size) is not int or size < 1:
         return
     own = {"run_id": plan.run_id, "attempt": attempt}

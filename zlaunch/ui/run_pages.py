@@ -80,7 +80,8 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
 
 def _code(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the commit and the seed of a run, as far as they are known."""
-    git, rows = provenance.get("git"), []
+    git = provenance.get("git")
+    rows = []
     if isinstance(git, dict) and git.get("commit"):
         branch = f" on {git['branch']}" if git.get("branch") else ""
         changes = ", with uncommitted changes" if git.get("dirty") else ""

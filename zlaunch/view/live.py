@@ -18,7 +18,8 @@ _MOST_LOSSES = 3
 """Curves: the loss, and losses that a script or a Trainer reports, such as `eval_loss`."""
 _MOST_RANKS = 32
 """Rows of ranks; of more, the ones that need a look come first."""
-_LEAST_RANKS, _OTHER_LINES = 2, 16
+_LEAST_RANKS = 2
+_OTHER_LINES = 16
 """Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")

@@ -374,16 +374,17 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> C
 
 
 def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None) -> str:
-    """Return the name of the ``checkpoint-N`` that ``tag`` means. Raises CheckpointError."""
+    """Return the key of ``inner`` that ``tag`` means; without a tag, the newest. Raises CheckpointError."""
     names = list(inner)
     if tag is None:
         others = f"; others: {', '.join(names[1:6])}" if names[1:] else ""
         print(f"zlaunch: {folder}: using {names[0]}{others}", file=sys.stderr, flush=True)
         return names[0]
     if tag == "auto":
-        for name in names:
-            is_numbered = inner[name].parent != folder
-            if newest_whole(folder / name)[0] is not None if is_numbered else looks_whole(inner[name]):
+        for name, path in inner.items():
+            is_numbered = path.parent != folder
+            is_whole = newest_whole(folder / name)[0] is not None if is_numbered else looks_whole(path)
+            if is_whole:
                 return name
         raise CheckpointError(f"{folder}: has no complete checkpoint")
     if tag not in inner:

@@ -77,7 +77,7 @@ def _save(folder: str) -> None:
 
 
 def _loads_with_other_rates(folder: str) -> list[str]:
-    """Load a checkpoint under other learning rates; return what is said each time."""
+    """Load a checkpoint under other learning rates; return the output of each load."""
     join()
     schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 2}}}
     cases: list[tuple[float, dict[str, Any], Any]] = [

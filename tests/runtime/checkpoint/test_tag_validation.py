@@ -59,7 +59,7 @@ def test_different_tags(tmp_path: Path) -> None:
         told = case[0] != "Ignore"
         assert first[0] == second[0] == third[0] == "", case
         assert "of0" in first[2] and "of1" not in first[2] and "of2" not in first[2], case
-        assert (tags in first[1]) == told and ("saved under 'of0'" in first[1]) == told, case
+        assert (tags in first[1]) == told and ("saving under rank 0's tag 'of0'" in first[1]) == told, case
         assert "tag" not in second[1] + third[1], case
 
 

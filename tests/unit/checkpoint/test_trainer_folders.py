@@ -79,7 +79,7 @@ def test_what_save_model_leaves_in_the_output_dir_is_one_of_them(
     assert (output_dir / "latest").read_text() == "global_step20"
     assert main(["checkpoint", "show", str(output_dir)]) == 0
     assert "using global_step20; others: checkpoint-10, " in capsys.readouterr().err
-    torch.save({"weight": torch.full((3,), 30.0)}, weights)  # training goes on
+    torch.save({"weight": torch.full((3,), 30.0)}, weights)  # training continues
     write_foreign(read_foreign(str(weights)), str(output_dir / "checkpoint-30"), "global_step30")
     state = zlaunch.get_fp32_state_dict_from_zero_checkpoint(output_dir)
     assert state["weight"].tolist() == [30.0] * 3, "not the older one that `latest` names"

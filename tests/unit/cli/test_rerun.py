@@ -17,14 +17,15 @@ from zlaunch.node.packages import list_packages
 from zlaunch.supervisor.git_state import read_git
 
 NAME = "runs/2026-aaa"
-"""How the run is called."""
+"""Name of the recorded run."""
 
 
 class Scene:
     """A project under git with one run; and what the command prints."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capsys = folder, capsys
+        self.folder = folder
+        self.capsys = capsys
         self.script = folder / "train.py"
         self.script.write_text("lr = 1\n")
         (folder / ".gitignore").write_text("runs\n")
@@ -118,7 +119,7 @@ def test_the_run_is_started_with_its_options_in_its_folder(
 
 def test_what_is_missing_is_named(scene: Scene) -> None:
     assert main(["rerun", "base"]) == 2
-    assert "no provenance.json: zlaunch 0.2.0" in scene.capsys.readouterr().err
+    assert "no provenance.json: an older zlaunch" in scene.capsys.readouterr().err
     assert scene.refusal(cwd="/gone") == f"{NAME} ran in /gone, which is gone\n"
     said = scene.refusal("-H", "hosts", "train.py")
     assert said == f"{NAME} used --hostfile hosts, which is gone from {scene.folder}\n"
@@ -143,7 +144,8 @@ def test_each_difference_is_one_line(scene: Scene) -> None:
         f"the uncommitted changes differ from {scene.run_dir}/git.diff",
     ]
     git(scene.folder, "commit", "-qam", "second")
-    before, now = scene.record["git"]["commit"][:10], git(scene.folder, "rev-parse", "HEAD")[:10]
+    before = scene.record["git"]["commit"][:10]
+    now = git(scene.folder, "rev-parse", "HEAD")[:10]
     assert scene.warnings()[1:] == [f"the git commit is {now} and was {before}"]
     git(scene.folder, "checkout", "-q", "HEAD~1")
     assert scene.warnings() == []

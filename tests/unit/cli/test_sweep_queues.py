@@ -60,7 +60,8 @@ def test_a_look_costs_the_same_however_many_trials_there_are(
 
 def test_a_trial_whose_folder_was_removed_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder, store = tmp_path / "sweep", Store(queue_folder())
+    folder = tmp_path / "sweep"
+    store = Store(queue_folder())
     trial = folder / "001"
     trial.mkdir(parents=True)
     run_record.queued(str(trial), "001", ["localhost"], 1, ["x.py"])

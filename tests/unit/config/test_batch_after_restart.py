@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from zlaunch.runtime.config import ConfigError, check_batch, load, resolve
 from zlaunch.runtime.world_sizes import read_world_sizes, write_world_sizes
 
-TRAIN, MICRO, GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+GAS = "gradient_accumulation_steps"
 
 
 def batch(

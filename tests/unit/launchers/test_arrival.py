@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from tests.limits import LIMIT_S, wait_until
+from tests.ports import reserved_port
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.arrival import Arrival
 
 
 @pytest.fixture
-def at() -> Arrival:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return Arrival("127.0.0.1", port, is_own=True, nodes=3, workers=2, run="7")
+def at() -> Iterator[Arrival]:
+    with reserved_port() as port:
+        yield Arrival("127.0.0.1", port, is_own=True, nodes=3, workers=2, run="7")
 
 
 class Nodes:
@@ -68,6 +70,29 @@ def test_a_node_that_gives_up_is_not_counted(at: Arrival, nodes: Nodes) -> None:
     gone.close()
     others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]
     assert first.result(LIMIT_S) == 0 and sorted(each.result(LIMIT_S) for each in others) == [1, 2]
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_holds_nobody_up(
+    at: Arrival, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zlaunch.launchers.arrival._FAREWELL_S", 0.2)
+    first = nodes.start(at)
+    stranger = wait_until(lambda: connected(at.port), "node 0 listens")
+    done = threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            while not done.wait(0.05):
+                stranger.sendall(b"x")
+
+    dripping = nodes.pool.submit(drip)
+    others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]
+    try:
+        assert first.result(LIMIT_S) == 0 and sorted(other.result(LIMIT_S) for other in others) == [1, 2]
+    finally:
+        done.set()
+        dripping.result(LIMIT_S)
+        stranger.close()
 
 
 def connected(port: int) -> socket.socket | None:

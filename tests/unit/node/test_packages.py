@@ -30,7 +30,8 @@ def install(folder: Path, name: str, version: str = "1.0", source: Any = None) -
 
 
 def test_lines_are_what_pip_would_install(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     install(first, "Zeta_Tools", "2.0")
     install(first, "alpha")
     install(second, "zeta-tools", "1.0")
@@ -126,7 +127,7 @@ def test_no_run_waits_for_the_list(scene: Scene, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_listing_dies_with_its_agent(tmp_path: Path) -> None:
-    """Its parent is gone before it begins."""
+    """Start the list after its parent has ended."""
     command = [sys.executable, "-m", "zlaunch.node.packages", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

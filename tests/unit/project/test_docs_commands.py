@@ -126,7 +126,7 @@ def test_the_reference_may_show_command_lines() -> None:
         ("loss 5.12  step 10/150", "loss -4.9e-3 step 150/150"),
         ("run 20261127-081513-a1b2c3", "run 20270101-000000-000000"),
         ("zlaunch attach a1b2c3", "zlaunch attach 123456"),
-        ("in /tmp/x/page/runs", "in /work/me/runs"),
+        ("in /tmp/x/page/runs", "in /home/me/runs"),
         ("1 worker after 350 ms", "2 workers after 1m 2.5 s"),
         ("elapsed 0:00:04", "elapsed 12:01"),
         ("memory 3.4 GiB", "memory 512 MB"),

@@ -273,7 +273,8 @@ def test_a_look_at_jobs_that_have_not_changed_reads_no_row(
 
 def test_a_job_that_another_process_has_started_again_is_read_again(tmp_path: Path) -> None:
     """A daemon that was killed between its note and the start: the attempt has the same number."""
-    store, other = Store(tmp_path), Store(tmp_path)
+    store = Store(tmp_path)
+    other = Store(tmp_path)
     store.start(store.add(submission(), {}), {"localhost": (0,)})
     [job] = store.jobs("running")
     other.wait_again(job, "", attempt=job.attempt, failures=0)

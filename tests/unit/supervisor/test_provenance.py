@@ -55,7 +55,7 @@ class Scene:
         return content
 
     def git(self) -> dict[str, Any]:
-        """What is known of git, once that is final."""
+        """Return the record's git section, once it is final."""
 
         def found() -> dict[str, Any] | None:
             about: dict[str, Any] = self.read()["git"]

@@ -186,6 +186,10 @@ def test_a_command_line_keeps_its_plain_numbers_and_loses_its_secrets() -> None:
     assert redact_arguments(plain) == plain
     secret = ("--api_key", "abc", "--env=HF_TOKEN=a b", f"--note={HF}", "s3://me:pw@host/x", "known-value")
     assert redact_arguments(secret, ["known-value"]) == (
-        *("--api_key", NOT_SHOWN, f"--env=HF_TOKEN={NOT_SHOWN}", f"--note={NOT_SHOWN}"),
-        *(f"s3://{NOT_SHOWN}@host/x", NOT_SHOWN),
+        "--api_key",
+        NOT_SHOWN,
+        f"--env=HF_TOKEN={NOT_SHOWN}",
+        f"--note={NOT_SHOWN}",
+        f"s3://{NOT_SHOWN}@host/x",
+        NOT_SHOWN,
     )

@@ -30,7 +30,7 @@ GPU: dict[str, Any] = {
     "nvmlDeviceGetRemappedRows": (1, 0, 0, 0),
     "nvmlDeviceGetRetiredPagesPendingStatus": 0,
 }
-"""What a healthy GPU answers. An exception is raised."""
+"""Answers of a healthy GPU. The module raises answers that are exceptions."""
 
 
 def make_nvml(*gpus: Mapping[str, Any], init: str = "", without: tuple[str, ...] = ()) -> ModuleType:

@@ -77,7 +77,8 @@ def test_the_owner_cannot_put_something_else_in_the_place_of_the_probe(
     folder = tmp_path / "run"
     folder.mkdir()
     give_away(folder)
-    opened, made = os.open, os.mkdir
+    opened = os.open
+    made = os.mkdir
 
     def swap(name: str, dir_fd: int | None) -> None:
         os.rename(name, f"{name}.away", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
