@@ -221,6 +221,8 @@ def test_clean_removes_what_runs_that_have_ended_left(launch: Launch, tmp_path: 
     (mine / "weights").mkdir()
     (mine / "weights" / "model.bin").write_text("mine")
     (mine / "logs" / "my.log").write_text("mine")
+    for name in ("batches.json", "packages.txt", "git.diff", "script_copy.py"):  # a longer run has these, too
+        (done / name).write_text("")
     (job / "checkpoint.json").write_text('{"job": "7"}')
     (tmp_path / "runs" / "living").symlink_to(launch.run_dir)
 

@@ -98,7 +98,7 @@ def test_the_fastest_that_fits_is_written(folder: Path) -> None:
     assert again.returncode == 0 and tuned(folder) == best
     assert len(rows_of(folder)) == len(trials), "what has been measured is not measured again"
     other = zlaunch(folder, *TUNE)
-    assert other.returncode == 2 and "the folder tune has the results of another command" in other.stderr
+    assert other.returncode == 2 and "tune contains the results of another command" in other.stderr
 
 
 @pytest.mark.exhaustive

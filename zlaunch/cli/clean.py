@@ -18,7 +18,12 @@ from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.supervisor.run_record import QUEUE_FOLDER
 
 _OURS = (
-    *("launcher.json", "plan.json", "events.jsonl", "config.effective.json", "checkpoint.json"),
+    "launcher.json",
+    "plan.json",
+    "events.jsonl",
+    "config.effective.json",
+    "batches.json",
+    "checkpoint.json",
     "provenance.json",
     "packages.txt",
     "git.diff",

@@ -173,4 +173,4 @@ def test_host_memory_that_really_runs_out() -> None:
     assert "RuntimeError: " in ended.stderr and "can't allocate memory: you tried to allocate" in ended.stderr
     where = ended.stderr.rindex("zlaunch: out of memory in forward:")
     said = ended.stderr[where:]
-    assert "this process has " in said and '"train_micro_batch_size_per_gpu": 2' in said, said
+    assert "this process uses " in said and '"train_micro_batch_size_per_gpu": 2' in said, said
