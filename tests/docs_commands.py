@@ -368,8 +368,10 @@ _PASSING = re.compile(
     r"^zlaunch: waiting for "
     r"|\bbounds the step\b"
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
+    r"|^salloc: Job allocation N has? been revoked"
 )
-"""Lines that depend on the machine: what a busy one waits for, what took longest in a step, a missing DNS."""
+"""Lines that depend on the machine: what a busy one waits for, what took longest in a step, a missing DNS, and
+what salloc prints where the controller's word of the end arrives before it leaves."""
 
 
 def shapes(lines: Sequence[str]) -> list[str]:

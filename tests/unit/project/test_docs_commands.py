@@ -176,6 +176,7 @@ def test_lines_of_different_shapes(one: str, other: str) -> None:
         (["...", "b"], ["a", "b", "c"], "the end, but 'c' is printed"),
         (["...", "c"], ["a", "b"], "'c', but 'a' is printed"),
         (["a", "zlaunch: the disk bounds the step: 3 ms"], ["zlaunch: waiting for torch (5 s)", "a"], None),
+        (["a"], ["a", "salloc: Job allocation 2 has been revoked."], None),
     ],
 )
 def test_outputs_are_compared(shown: list[str], printed: list[str], problem: str | None) -> None:
