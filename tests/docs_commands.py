@@ -370,7 +370,7 @@ _PASSING = re.compile(
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
     r"|^salloc: Job allocation N has? been revoked"
 )
-"""Lines that depend on the machine: what a busy one waits for, what took longest in a step, a missing DNS, and
+"""Lines that depend on the machine: what a busy one waits for, what took longest in a step, a missing DNS,
 what salloc prints where the controller's word of the end arrives before it leaves."""
 
 

@@ -22,6 +22,8 @@ _CLOSE = 0.75
 """Least likeness of a typo to the key that is meant: a wrong suggestion is worse than none."""
 _ALIKE = 0.9
 """Least likeness of names that differ in their number of words."""
+_PRECISIONS = frozenset(("fp16", "bf16", "torch_autocast"))
+"""Sections of which a config enables one."""
 _COMMON = frozenset(
     (
         *("classes", "copies", "data", "debug", "every", "fast", "gamma", "group", "metric", "mode", "names"),
@@ -100,6 +102,11 @@ def unknown(key: str, path: str, known: Iterable[str], value: Any = None) -> Adv
     if not is_note and (found := advise(key, value, path)) is not None:
         return found
     places = [place for place in homes().get(key, ()) if place != path]
+    if path in _PRECISIONS and places and _PRECISIONS.issuperset(places):
+        # moved to the other section, it would switch nothing on, or the wrong dtype
+        return Advice(
+            f"unknown key, only {' and '.join(places)} {'have' if len(places) > 1 else 'has'} it", True
+        )
     if places and (path or key not in _COMMON):
         example = form(join(places[0], key), value) if len(places) == 1 and value is not None else ""
         shown = f": {example}" if example and len(example) <= _LONGEST else ""

@@ -184,6 +184,19 @@ class Command(click.Command):
             formatter.write_paragraph()
             formatter.write_text("`zlaunch --help-all` lists the options of a launch.")
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises click.UsageError, which says what a missing run may be."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter as error:
+            metavar = "" if error.param is None else error.param.metavar or ""
+            if metavar != "RUN":
+                raise
+            message = (
+                "missing argument RUN: give `last` for the newest run, or a name that `zlaunch ps` shows"
+            )
+            raise click.UsageError(message, ctx) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:

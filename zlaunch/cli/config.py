@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +47,20 @@ def check(file: str, world_size: int | None) -> None:
         click.echo(f'{loaded.origin}: ok {by} "auto"; for your own loop, set {keys}')
     else:
         click.echo(f"{loaded.origin}: ok")
+    if not _is_plain_json(file):
+        why = "transformers and accelerate read plain JSON: no comments, trailing commas or YAML"
+        click.echo(f"{loaded.origin}: not for the Hugging Face Trainer and accelerate: {why}")
+
+
+def _is_plain_json(file: str) -> bool:
+    """Tell whether Python's json module reads a config, as other tools do. One in base64 is not looked at."""
+    try:
+        json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 @config.command()
@@ -119,7 +135,6 @@ def _print(title: str, rows: Sequence[tuple[str, str, str]]) -> None:
 @config.command()
 def schema() -> None:
     """Print the JSON Schema, for editors that check as you type."""
-    import json
 
     from zlaunch.runtime.config import json_schema
 

@@ -165,7 +165,7 @@ def _refused_as_data(path: Path, why: str, *, below: Path) -> dict[str, Any]:
     return {"run": str(path.relative_to(below)), "dir": str(path.absolute()), "state": "refused", "why": why}
 
 
-_COLUMNS = ("state", "hosts", "workers", "started", "elapsed", "attempt")
+_COLUMNS = ("state", "hosts", "workers", "started", "elapsed", "restarts")
 
 
 def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:

@@ -62,10 +62,13 @@ class ClusterLauncher(Launcher):
 
     @property
     def where(self) -> str:
-        """Return the hosts."""
+        """Return the hosts, and the number of workers where the slots are known before the hosts answer."""
         first = len(self.hosts) - self.options.spares
         spare = f" (spare: {', '.join(self.spare_hosts)})" if self.spare_hosts else ""
-        return ", ".join(self.hosts[:first]) + spare
+        plan = self.known_plan()
+        count = 0 if plan is None else plan.world_size
+        workers = "" if count == 0 else f": {count} worker{'s' * (count > 1)}"
+        return ", ".join(self.hosts[:first]) + spare + workers
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start agents, ask for slots that are not known yet, release nodes that the filters leave out."""

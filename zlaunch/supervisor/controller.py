@@ -93,6 +93,7 @@ class Controller:
         self.signum = 0
         self.signalled_at = 0.0
         self.save_asked = False
+        self.last_saved: tuple[object, ...] = ()
         self.has_engine = False
         """Whether the script has made an engine."""
         self.deadline = float("inf")
@@ -329,7 +330,10 @@ class Controller:
             self.hang.activity()
             self.verdict.may_have_saved = self.verdict.has_progressed = True
             run_record.saved(self.plan, event)
-            self.console.message(f"checkpoint {event.get('tag')} is in {event.get('folder')}")
+            saved = (event.get("tag"), event.get("folder"), event.get("step"))
+            if saved != self.last_saved:  # the Trainer saves twice at a step of stage 3
+                self.console.message(f"checkpoint {saved[0]} is in {saved[1]}")
+            self.last_saved = saved
             self._regroup()
         elif kind == "snapshot":
             self._regroup()

@@ -67,7 +67,7 @@ def _headline(progress: RunProgress, title: str, state: str, now: float) -> Rend
     end = now if state == "running" else progress.last
     words = [title, state, span(max(0.0, end - progress.started)) if progress.started else ""]
     if progress.attempt:
-        words.append(f"attempt {progress.attempt + 1}")
+        words.append(f"restart {progress.attempt}")
     if progress.step is not None:
         words.append(f"step {progress.step}" + (f" of {progress.steps}" if progress.steps else ""))
     left = progress.seconds_left()

@@ -72,3 +72,22 @@ def test_warnings_are_not_among_the_values(tmp_path: Path) -> None:
 def test_a_config_that_is_no_good(tmp_path: Path, source: dict[str, Any], expected: str) -> None:
     done = show(tmp_path, source, "--world-size", "4")
     assert done.exit_code == 2 and expected in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_plain"),
+    [
+        ('{"train_batch_size": 1}', True),
+        ('{"train_batch_size": 1}  // a comment', False),
+        ('{"train_batch_size": 1,}', False),
+    ],
+)
+def test_check_says_what_other_readers_do_not_take(tmp_path: Path, text: str, is_plain: bool) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text, encoding="utf-8")
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    lines = done.output.splitlines()
+    assert done.exit_code == 0 and lines[0] == "ds.json: ok"
+    assert [line.split(": ")[1] for line in lines[1:]] == [
+        "not for the Hugging Face Trainer and accelerate"
+    ] * (not is_plain)

@@ -45,7 +45,7 @@ def test_ps_uses_the_width_of_the_terminal(
     (tmp_path / "run").mkdir()
     run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 8)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for width, found in ((120, "train.py ... --lr"), (150, "train.py --config"), (250, LONG)):
+    for width, found in ((121, "train.py ... --lr"), (151, "train.py --config"), (250, LONG)):
         size = os.terminal_size((width, 24))
         monkeypatch.setattr(shutil, "get_terminal_size", lambda size=size: size)
         assert main(["ps", str(tmp_path)]) == 0
@@ -53,7 +53,7 @@ def test_ps_uses_the_width_of_the_terminal(
         assert any(found in line and line.rstrip().endswith("--seed 17") for line in lines), lines
     assert main(["ps", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["command"] == shlex.split(LONG)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((120, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((121, 24)))
     assert main(["ps", str(tmp_path), "-v"]) == 0
     words = capsys.readouterr().out.split()
     assert set(LONG.split()) <= set(words) and "..." not in words

@@ -194,6 +194,10 @@ def test_known_keys_in_the_wrong_place(source: dict[str, Any], line: str) -> Non
     assert problems(source) == [line.format("unknown key here")]
 
 
+def test_a_key_that_only_another_precision_has() -> None:
+    assert problems({"bf16": {"auto_cast": True}}) == ["bf16.auto_cast: unknown key, only fp16 has it"]
+
+
 def test_every_known_key_is_known_everywhere() -> None:
     """In a section that does not have it, each key is told where it belongs."""
     from zlaunch.runtime.config.known_keys import homes

@@ -386,10 +386,12 @@ def test_damaged_data_before_the_plan_is_named() -> None:
 
 def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:
     scene.say(0, {"type": "output", "stream": "stdout", "data": b"hello\n"})
-    scene.say(0, {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 1})
+    for step in (1, 1, 2):  # the Trainer saves twice at a step of stage 3
+        scene.say(0, {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": step})
     scene.end(0)
     scene.end(1)
     scene.run()
+    assert scene.shown().count("checkpoint t is in /saved") == 2
     assert (tmp_path / "logs" / "rank_00000.log").read_bytes() == b"hello\n"
     assert b'"type":"checkpoint"' in (tmp_path / "events.jsonl").read_bytes()
     assert "/saved" in (tmp_path / "checkpoint.json").read_text()
