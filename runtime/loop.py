@@ -94,6 +94,9 @@ class TrainingLoop(nn.Module):
         self._counted = 0
         """Counts the backward passes at the last :meth:`step` that only counted."""
         self._has_warned_of_count = False
+        self._iteration: int | None = None
+        """Keeps the scheduler's count after the last step; None before the first and after a load."""
+        self._has_warned_of_schedule = False
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
         comm = sharded.comm
@@ -254,6 +257,7 @@ class TrainingLoop(nn.Module):
 
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
+        self._iteration = None
         self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         self.accumulated = 0
@@ -466,5 +470,22 @@ class TrainingLoop(nn.Module):
             raise floor_error(self._scaler.min_scale)
 
     def _advance_schedule(self) -> None:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**self._lr_arguments)
+        scheduler = self.lr_scheduler
+        if scheduler is None:
+            return
+        before = _iteration(scheduler)
+        if self._iteration is not None and before is not None and before > self._iteration:
+            if not self._has_warned_of_schedule and self.global_rank == 0:
+                warn(
+                    f"the script has stepped the {type(scheduler).__name__} since the last engine.step(), "
+                    "which steps it, too: remove scheduler.step() from the script"
+                )
+            self._has_warned_of_schedule = True
+        scheduler.step(**self._lr_arguments)
+        self._iteration = _iteration(scheduler)
+
+
+def _iteration(scheduler: Any) -> int | None:
+    """Return how often a scheduler of torch's or ours has stepped; None for one that counts otherwise."""
+    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
+    return count if isinstance(count, int) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -10,8 +12,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_bytes() -> int:
-    """Return the bytes that the system, and every control group around this process, still have."""
+    """Return the bytes that the system, the SLURM job, and every control group around this process, still
+    have. Of the SLURM job, all its memory counts: not every cluster holds a job to it by a control group.
+    """
     free = int(psutil.virtual_memory().available)
+    free = min(free, slurm_bytes(os.environ) or free)
     for folder in _own_groups():
         limit = _number(folder / "memory.max")
         used = _number(folder / "memory.current")
@@ -19,6 +24,17 @@ def host_bytes() -> int:
             cached = _statistic(folder / "memory.stat", "inactive_file")
             free = min(free, max(0, limit - used + cached))
     return free
+
+
+def slurm_bytes(environ: Mapping[str, str]) -> int | None:
+    """Return the bytes that a SLURM job has on this node; None outside of one, or where it has all of them."""
+    try:
+        whole = int(environ.get("SLURM_MEM_PER_NODE", 0))
+        each = int(environ.get("SLURM_MEM_PER_CPU", 0))
+        mebibytes = whole or each * int(environ.get("SLURM_CPUS_ON_NODE", 0))
+    except ValueError:
+        return None
+    return mebibytes << 20 if mebibytes > 0 else None
 
 
 def _own_groups() -> list[Path]:

@@ -113,3 +113,34 @@ def test_a_script_that_counts_beside_the_engine_is_told_once() -> None:
     said = "engine.step() after 2 backward passes counts as one micro-batch of 2"
     assert (first.count(said), steps) == (1, 1) and said not in other
     assert (said not in second, right) == (True, 3)
+
+
+def _step_the_schedule_by_hand() -> list[str]:
+    """Return what loops print that leave the schedule to the engine, or step it as well."""
+    join()
+    said = []
+    for scheduler in (None, {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}):
+        for by_hand in (False, True):
+            settings = config(1, 2, 1) | ({} if scheduler is None else {"scheduler": scheduler})
+            given = (
+                {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)}
+                if scheduler is None
+                else {}
+            )
+            engine, _, _, schedule = zlaunch.initialize(model=net(), config=settings, **given)
+            with redirect_stdout(io.StringIO()) as printed:
+                for tokens in batches(3, 4):
+                    engine.backward(loss_of(engine, tokens[engine.global_rank * 2 :][:2]))
+                    engine.step()
+                    if by_hand:
+                        schedule.step()
+            said.append(printed.getvalue())
+            engine.destroy()
+    return said
+
+
+def test_a_script_that_steps_the_schedule_beside_the_engine_is_told_once() -> None:
+    (first, ours, second, other), _ = run_workers(_step_the_schedule_by_hand, 2)
+    said = "the script has stepped the "
+    assert said not in first + second
+    assert (ours.count(said + "StepLR"), other.count(said + "WarmupLR")) == (1, 1)

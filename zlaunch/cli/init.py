@@ -29,6 +29,9 @@ _SCHEMA = "zlaunch.schema.json"
 @option("--num_gpus", "--gpus", "gpus", metavar="N", help="GPUs per node. 2x8 means 2 nodes with 8 GPUs.")
 @count_option("--num_nodes", "--nodes", "nodes", help="Nodes.  [default: 1]")
 @option("--gpu_mem", type=click.FloatRange(min=1), metavar="GIB", help="Memory of a GPU.")
+@option(
+    "--host_mem", type=click.FloatRange(min=0.1), metavar="GIB", help="Host memory of a node, for offloading."
+)
 @click.option("--params", metavar="N", help="Parameters of the model, such as 7B; 0 if you do not know.")
 @count_option("--batch", help="Samples per optimizer step, over all GPUs.")
 @count_option("--seq", default=2048, show_default=True, help="Tokens per sample, for the estimate.")
@@ -46,6 +49,7 @@ def init(
     gpus: str | None,
     nodes: int | None,
     gpu_mem: float | None,
+    host_mem: float | None,
     params: str | None,
     batch: int | None,
     seq: int,
@@ -88,7 +92,7 @@ def init(
         raise LaunchError(
             f"{batch} samples are not a multiple of {world} GPUs: use {below} or {below + world}"
         )
-    text, said = _config(numel, nodes, count, gpu_mem, seq, batch)
+    text, said = _config(numel, nodes, count, (gpu_mem, host_mem), seq, batch)
     text = text.replace("{", f'{{\n  "$schema": "./{_SCHEMA}",', 1)
     uses = trainer_use(script)
     if trainer is None and uses is not None:
@@ -155,8 +159,13 @@ def _shape(text: str, given: int | None) -> tuple[int, int]:
     return nodes, count
 
 
-def _config(numel: float, nodes: int, count: int, gpu_mem: float, seq: int, batch: int) -> tuple[str, str]:
-    """Return the text of a config, and what is to be said about it. Raises LaunchError."""
+def _config(
+    numel: float, nodes: int, count: int, memory: tuple[float, float | None], seq: int, batch: int
+) -> tuple[str, str]:
+    """Return the text of a config, and what is to be said about it. Raises LaunchError.
+
+    ``memory`` is that of a GPU and that of a node, in GiB; None where it is not known.
+    """
     from zlaunch.runtime.memory import choices
     from zlaunch.runtime.memory.activations import of_numbers
     from zlaunch.runtime.memory.estimate import GIB
@@ -180,8 +189,13 @@ def _config(numel: float, nodes: int, count: int, gpu_mem: float, seq: int, batc
             f"--params {numel:g}: too few for a transformer; 0 writes a config without an estimate"
         )
     hidden, layers = shape
+    gpu_mem, host_mem = memory
     machines = choices.Machines(
-        nodes=nodes, gpus=count, gpu_bytes=int(gpu_mem * GIB), host_bytes=None, axes=axes
+        nodes=nodes,
+        gpus=count,
+        gpu_bytes=int(gpu_mem * GIB),
+        host_bytes=None if host_mem is None else int(host_mem * GIB),
+        axes=axes,
     )
     sizes = from_numbers(numel, hidden, layers, VOCAB)
     each = batch // (nodes * count)
@@ -193,14 +207,20 @@ def _config(numel: float, nodes: int, count: int, gpu_mem: float, seq: int, batc
             break  # a larger micro-batch is worth less than a faster stage
         best, micro_batch = fitting, micro
     if best is None:
+        plural = "s" * (nodes * count > 1)
         raise LaunchError(
-            f"{sizes.name} does not fit on {nodes * count} GPUs of {gpu_mem:g} GiB with any stage or "
-            "offload: use more GPUs or a smaller --seq"
+            f"{sizes.name} does not fit on {nodes * count} GPU{plural} of {gpu_mem:g} GiB with any stage or "
+            f"offload{'' if host_mem is None else f' to {host_mem:g} GiB a node'}: use more GPUs or a "
+            "smaller --seq"
         )
     text = choices.config_text(best, dtype="bf16", micro_batch=micro_batch, axes=axes)
     what = best.choice.name + (" with activation checkpointing" if best.choice.checkpointed else "")
-    assumed = f"{layers} layers, hidden size {hidden:,}, {seq:,} tokens per sample"
-    said = f"{what}, micro-batch {micro_batch}, estimated for {assumed}; host memory was not checked"
+    assumed = f"{layers} layer{'s' * (layers > 1)}, hidden size {hidden:,}, {seq:,} tokens per sample"
+    need = f"{best.device / GIB:.1f} GiB of GPU memory per rank"
+    host = best.states.total.host * count
+    need += f" and {host / GIB:.1f} GiB of host memory per node" if host else ""
+    unknown = "; host memory was not checked (--host_mem)" if host and host_mem is None else ""
+    said = f"{what}, micro-batch {micro_batch}, {need}, estimated for {assumed}{unknown}"
     return text.replace("{", samples, 1), said
 
 

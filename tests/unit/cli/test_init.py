@@ -155,3 +155,17 @@ def test_the_batch_file_of_a_trainer_has_its_arguments() -> None:
     assert main(["init", *words(), "--partition", "gpu", "--time", "10"]) == 0
     last = Path("ds.sbatch").read_text().splitlines()[-1]
     assert last == f"exec zlaunch train.py --deepspeed ds.json {FLAGS}"
+
+
+def test_what_it_needs_is_said_and_the_hosts_memory_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for host in ("", "256", "64"):
+        more = ("--host_mem", host) if host else ()
+        assert main(["init", *words(gpus="8", gpu_mem="24"), *more, "--force"]) == 0
+        said[host] = capsys.readouterr().out.splitlines()[0]
+    assert "GiB of GPU memory per rank and" in said[""] and "host memory was not checked" in said[""]
+    assert load("ds.json").config.zero_optimization.stage == 3
+    assert "of host memory per node" in said["256"] and "not checked" not in said["256"]
+    assert "host memory" not in said["64"] and "offload" not in said["64"]
+    assert main(["init", *words(gpus="1", params="700B"), "--host_mem", "8", "--force"]) == 2
+    assert "with any stage or offload to 8 GiB a node" in capsys.readouterr().err
