@@ -122,7 +122,7 @@ def _step_the_schedule_by_hand() -> list[str]:
     for scheduler in (None, {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}):
         for by_hand in (False, True):
             settings = config(1, 2, 1) | ({} if scheduler is None else {"scheduler": scheduler})
-            given = (
+            given: dict[str, Any] = (
                 {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)}
                 if scheduler is None
                 else {}

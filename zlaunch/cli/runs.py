@@ -194,7 +194,8 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
     rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
     called = f" ({run.record.label})" if run.record.label else ""
-    title = f"{run.name}{called}: {run.shown_state}"
+    job = f", SLURM job {run.record.slurm_job}" if run.record.slurm_job else ""
+    title = f"{run.name}{called}: {run.shown_state}{job}"
     stdout_console().print(make_table(columns, rows, title=title))
 
 

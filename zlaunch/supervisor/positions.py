@@ -134,6 +134,11 @@ def explain(positions: Mapping[int, Position], hosts: Mapping[int, str], silent:
         if not position.before and not silent and _is_waited_for(position, others):
             text += f": the others probably wait for {'it' if len(ranks) == 1 else 'them'}"
         lines.append(f"{named(ranks, hosts)} {text}")
+    calls = {position.call for position in groups}
+    if len(calls) > 1 and not silent and all(each.waits for each in groups) and calls.isdisjoint(_P2P):
+        lines.append(
+            "these are different collectives: ranks of one group must call the same, in the same order"
+        )
     return lines
 
 

@@ -58,6 +58,8 @@ class RunRecord:
     name: str = ""
     """The user's name for it; its folder's name is another one."""
     tags: tuple[str, ...] = ()
+    slurm_job: str = ""
+    """The SLURM job that the launcher runs in; "" outside of one."""
 
     @property
     def label(self) -> str:
@@ -156,6 +158,7 @@ def begun(
         asked=None if asked is None else asked.asked,
         boot=boot_clock.boot_id(),
         pid_namespace=pid_namespace(),
+        slurm_job=os.environ.get("SLURM_JOB_ID", ""),
         **labels._asdict(),
     )
     _write(_path(run_dir), asdict(record))
@@ -309,7 +312,7 @@ def read(run_dir: str | Path) -> RunRecord | None:
     except (TypeError, KeyError):
         return None
     cause = () if record.cause is None else (record.cause,)
-    own = (record.run_id, record.host, record.boot, record.name, *cause)
+    own = (record.run_id, record.host, record.boot, record.name, record.slurm_job, *cause)
     texts = (*own, *record.hosts, *record.command, *record.bad_hosts, *record.tags)
     numbers = (
         *(record.pid, record.start_ticks, record.pid_namespace),

@@ -57,3 +57,14 @@ def test_ps_uses_the_width_of_the_terminal(
     assert main(["ps", str(tmp_path), "-v"]) == 0
     words = capsys.readouterr().out.split()
     assert set(LONG.split()) <= set(words) and "..." not in words
+
+
+def test_a_run_inside_slurm_shows_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    for job in ("17", ""):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 1)
+        assert main(["ps", str(tmp_path / "run")]) == 0
+        assert ("SLURM job 17" in capsys.readouterr().out) == bool(job)

@@ -11,6 +11,7 @@ BOTTOM = """  File "/opt/venv/lib/python3.11/site-packages/zlaunch/node/bootstra
   File "<frozen runpy>", line 198 in _run_module_as_main
 """
 OUTSIDE = "with no collective in its stack"
+DIFFERENT = "these are different collectives: ranks of one group must call the same, in the same order"
 OTHER = """Thread 0x00007f19cdffb6c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
   File "/home/me/loader.py", line 3 in worker
@@ -120,6 +121,7 @@ def test_the_runtimes_own_words() -> None:
     assert where({0: GATHERS, 1: BACKWARD}, told, hosts, hosts) == [
         "rank 0 on n1 waits in a collective that reduces the gradients of root (train.py:11 in main)",
         "rank 1 on n1 waits in torch.distributed.barrier (train.py:10 in <module>)",
+        DIFFERENT,
     ]
     assert not known(r0=stand("")), "an empty text means that it goes on"
     assert not known(r0={"type": "standing", "what": 3}, r1=stand("x", unfinished=[["0", "one", "x"]]))
