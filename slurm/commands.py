@@ -97,15 +97,17 @@ def follow(
     output_path: str | os.PathLike[str],
     write: Callable[[bytes], object],
     *,
+    say: Callable[[str], object] = lambda text: None,
     poll_s: float = 1.0,
     ask_s: float = 10.0,
 ) -> str:
     """Hand on the output file as it grows until the job has left the queue; returns its last state.
 
     The file is looked at every ``poll_s``, SLURM is asked every ``ask_s``; SlurmError when it is silent
-    for ten minutes. A job that is requeued goes on.
+    for ten minutes. A job that is requeued goes on. ``say`` is told why a job waits, when that changes.
     """
     position = 0
+    reason = ""
     last = ""
     answered = time.monotonic()
     next_question = answered
@@ -126,8 +128,19 @@ def follow(
                 if found in FINISHED:
                     next_question = now + 2 * poll_s
                 answered, last = now, found
+                if found == "PENDING" and (why := _pending_reason(job_id)) not in ("", "None", reason):
+                    reason = why
+                    say(f"job {job_id} is pending: {reason}")
         position = _hand_on(output_path, position, write)
         time.sleep(poll_s)
+
+
+def _pending_reason(job_id: str) -> str:
+    """Return SLURM's word for why a job waits, such as Priority or PartitionTimeLimit; "" if it has none."""
+    try:
+        return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bReason=(\w+)") or ""
+    except SlurmError:
+        return ""
 
 
 def _hand_on(path: str | os.PathLike[str], position: int, write: Callable[[bytes], object]) -> int:

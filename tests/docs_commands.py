@@ -369,9 +369,10 @@ _PASSING = re.compile(
     r"|\bbounds the step\b"
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
     r"|^salloc: Job allocation N has? been revoked"
+    r"|^zlaunch: job N is pending: "
 )
-"""Lines that depend on the machine: what a busy one waits for, what took longest in a step, a missing DNS,
-what salloc prints where the controller's word of the end arrives before it leaves."""
+"""Lines that depend on the machine: what took longest in a step, a missing DNS, what a busy machine or SLURM
+waits for, and salloc's word of the end, where the controller's arrives before salloc leaves."""
 
 
 def shapes(lines: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ def host_bytes() -> int:
 
 
 def slurm_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the bytes that a SLURM job has on this node; None outside of one, or where it has all of them."""
+    """Return the bytes that a SLURM job has on this node; None outside of one, or where it has all memory."""
     try:
         whole = int(environ.get("SLURM_MEM_PER_NODE", 0))
         each = int(environ.get("SLURM_MEM_PER_CPU", 0))

@@ -250,7 +250,7 @@ def _follow(job_id: str) -> int:
     click.echo(f"zlaunch: following {path}; Ctrl-C leaves the job alone, scancel {job_id} ends it", err=True)
     sys.stdout.flush()
     try:
-        ended = queue.follow(job_id, path, write)
+        ended = queue.follow(job_id, path, write, say=lambda text: click.echo(f"zlaunch: {text}", err=True))
     except SlurmError as error:
         raise LaunchError(f"job {job_id}: {error}") from None
     click.echo(f"zlaunch: job {job_id}: {ended}", err=True)

@@ -401,6 +401,19 @@ def test_follow_shows_all_output_until_the_end(bin_folder: Path, tmp_path: Path)
     assert b"".join(shown) == b"one\ntwo\nend"
 
 
+def test_follow_says_why_a_job_waits(bin_folder: Path, tmp_path: Path) -> None:
+    squeue = sequence(tmp_path, tmp_path / "none", *["echo PENDING"] * 4, "echo FAILED")
+    answers = ("None", "Priority", "Priority", "PartitionTimeLimit")
+    lines = "".join(
+        f"{number}) echo 'JobState=PENDING Reason={why} Dep';;\n" for number, why in enumerate(answers)
+    )
+    reasons = f"#!/bin/sh\nn=$(wc -c <{tmp_path}/calls)\ncase $((n-1)) in\n{lines}esac\n"
+    programs(bin_folder, squeue=squeue, scontrol=reasons)
+    said: list[str] = []
+    queue.follow("7", tmp_path / "none", bytes, say=said.append, poll_s=0.001, ask_s=0.002)
+    assert said == ["job 7 is pending: Priority", "job 7 is pending: PartitionTimeLimit"]
+
+
 def test_follow_reads_a_file_that_was_truncated_again(bin_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "job.out"
     output.write_text("first try")
