@@ -22,6 +22,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -63,6 +64,14 @@ class Folder:
     def path(self) -> Path:
         """Return a path to this very folder, whatever its name leads to by now."""
         return Path(f"/proc/self/fd/{self._fd}")
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read it. Raises OSError, also for a pipe, which may never have a writer."""
+        fd = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "is not a file", str(self._name / name))
+        return os.fdopen(fd, "rb")
 
     def write(self, name: str, data: bytes, mode: int = 0o666) -> None:
         """Write a whole file. A reader sees the old content or the new one. Raises OSError."""

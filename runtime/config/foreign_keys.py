@@ -91,6 +91,11 @@ def _precision(value: Any) -> Written:
     return {}
 
 
+def _offload(value: Any) -> Written:
+    device = value.get("device") if isinstance(value, dict) else value
+    return {"zero_optimization.offload_optimizer.device": device} if device in ("cpu", "nvme") else {}
+
+
 def _switch(path: str) -> Callable[[Any], Written]:
     return lambda value: {path: True}
 
@@ -179,6 +184,12 @@ FOREIGN: dict[str, ForeignKey] = {
         ),
         "enable_cpu_offload",
     ),
+    "offload": ForeignKey(
+        ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+        _offload,
+        note="or offload_param for parameters",
+        must_read=True,
+    ),
     **_spelled(_PRECISION, "mixed_precision", "precision", "torch_dtype", "dtype", "compute_dtype"),
     **_spelled(_PRECISION, "mixed_precision_param", "model_dtype"),
     **_spelled(ForeignKey(("fp16.enabled",), _switch("fp16.enabled")), "use_fp16", "half", "float16"),
@@ -197,6 +208,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(_number("gradient_clipping"), "clip_grad_norm", "grad_clip", "max_norm", "gradient_clip"),
     **_spelled(_MICRO_BATCH, "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"),
     **_spelled(_MICRO_BATCH, "local_batch_size", "train_micro_batch_size", "micro_batch_size_per_gpu"),
+    **_spelled(_MICRO_BATCH, "train_batch_size_per_gpu", "batch_size_per_device"),
     **_spelled(_MICRO_BATCH, "device_batch_size", "batch_size_per_gpu"),
     **_spelled(_number("train_batch_size"), "global_batch_size", "total_batch_size"),
     "batch_size": ForeignKey(
@@ -206,6 +218,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(
         _number("gradient_accumulation_steps", off=(1,)),
         *("accumulate_grad_batches", "grad_accum_steps", "grad_accum", "accumulation_steps"),
+        *("gradient_accumulation", "grad_accumulation", "num_grad_accumulation_steps"),
     ),
     **_spelled(
         _RECOMPUTE,

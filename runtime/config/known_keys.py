@@ -16,7 +16,7 @@ from .forms import form
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from .schema import Config
 
-_NOTE = re.compile(r"[^A-Za-z]|comments?$")
+_NOTE = re.compile(r"[^A-Za-z\s]|comments?$|$")
 """Top-level keys that are somebody's own remarks, whatever they resemble: _comment, $schema, //."""
 _CLOSE = 0.75
 """Least likeness of a typo to the key that is meant: a wrong suggestion is worse than none."""
@@ -38,7 +38,7 @@ _LONGEST = 100
 
 
 def join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return f"{path}.{key}" if path else str(key) or '""'
 
 
 def extra(info: FieldInfo) -> dict[str, Any]:
@@ -98,6 +98,10 @@ def section_at(path: str) -> type[Section] | None:
 def unknown(key: str, path: str, known: Iterable[str], value: Any = None) -> Advice:
     """Return what to say about an unknown key of the section ``path`` and its value."""
     known = list(known)
+    bare = key.strip().lower()
+    if bare != key and (exact := {name.lower(): name for name in known}.get(bare)):
+        written = "without spaces" if key != key.strip() else "in small letters"
+        return Advice(f"unknown key {key!r}, write {exact}, {written}", True)
     is_note = not path and _NOTE.match(key) is not None
     if not is_note and (found := advise(key, value, path)) is not None:
         return found

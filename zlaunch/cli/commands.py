@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -156,16 +157,27 @@ def with_options(
     return decorate
 
 
-def count_option(*names: str, low: int = 1, **more: Any) -> Callable[..., Any]:
+def count_option(*names: str, low: int = 1, high: int | None = None, **more: Any) -> Callable[..., Any]:
     """Make an option that takes a whole number."""
-    return option(*names, type=click.IntRange(min=low), metavar="N", **more)
+    return option(*names, type=click.IntRange(low, high), metavar="N", **more)
+
+
+class _Seconds(click.FloatRange):
+    """Is a number of seconds; nan is none, and would never be over."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read a number. Raises click.BadParameter."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return number
 
 
 def seconds_option(
     name: str, text: str, *, default: float | None = None, low: int = 0, **more: Any
 ) -> Callable[..., Any]:
     """Make an option that takes a number of seconds; a default that is not 0 is shown."""
-    kind = click.FloatRange(min=low)
+    kind = _Seconds(min=low)
     shown = bool(default)
     return option(name, type=kind, default=default, show_default=shown, metavar="SECONDS", help=text, **more)
 

@@ -59,6 +59,8 @@ _worker = partial(option, group=_WORKERS)
 _failure = partial(option, group=_FAILURES)
 _output = partial(option, group=_OUTPUT)
 
+_MOST_WORKERS = 4096
+"""Workers on a node: more is a typo, whose plan would fill the memory."""
 REACH = (
     _place("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd on the nodes."),
     _place("--ssh_config", metavar="FILE", help="ssh configuration to use instead of ~/.ssh/config."),
@@ -74,6 +76,7 @@ WHERE = (
     count_option(
         "--num_gpus",
         "--num_accelerators",
+        high=_MOST_WORKERS,
         group=_PLACE,
         common=True,
         help="Workers per node, one per GPU.  [default: all GPUs]",

@@ -107,7 +107,7 @@ def logs(
     show.console.close()
     if not readers:
         raise click.UsageError(f"{run}: no rank {'' if wanted is None else 'of these '}has a log")
-    return 0
+    return int(show.console.has_failed)
 
 
 @dataclass

@@ -74,9 +74,11 @@ _OF_SLURM = (
 )
 _PROGRAMS = (
     *("python", "python3", "torchrun", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "horovodrun"),
-    *("torchx", "sudo"),
+    *("torchx", "sudo", "nohup", "bash", "sh", "env", "time"),
 )
 """Programs that users write in front of the script."""
+_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+"""Launchers that users start as `python -m MODULE`."""
 _RUN_AGAIN = (
     "start the same script again, `zlaunch SCRIPT [ARGS]`, and let it call engine.load_checkpoint(DIR)"
 )
@@ -85,6 +87,13 @@ _COMMANDS = {
     "resume": f"{_RUN_AGAIN} to resume from the newest checkpoint",
     "restart": f"{_RUN_AGAIN}; --max_restarts N restarts after a failure",
     "version": "write `zlaunch --version`",
+    "squeue": "write `zlaunch queue`, or `zlaunch slurm queue` for your SLURM jobs",
+    "sbatch": "write `zlaunch submit SCRIPT`, or `zlaunch slurm submit FILE.sbatch` for a batch file",
+    "check": "write `zlaunch config check FILE` for a config, or `zlaunch doctor` for the machines",
+    "validate": "write `zlaunch config check FILE`",
+    "clean": "write `zlaunch ps --clean`, which removes what ended runs have left",
+    "rm": "write `zlaunch ps --clean`, which removes what ended runs have left",
+    "history": "write `zlaunch ps --all`",
 }
 """Word in a command's place -> what to do."""
 _SAME_ARGUMENTS = {
@@ -92,15 +101,11 @@ _SAME_ARGUMENTS = {
     "list": "ps",
     "ls": "ps",
     "jobs": "queue",
-    "squeue": "queue",
-    "sbatch": "submit",
     "kill": "stop",
     "scancel": "cancel",
     "export": "checkpoint export",
     "convert": "checkpoint export",
     "info": "doctor",
-    "env": "doctor",
-    "check": "doctor",
     "tail": "logs -f",
     "monitor": "watch",
     "top": "watch",
@@ -165,18 +170,43 @@ def meant_command(words: Sequence[str]) -> str | None:
         return _COMMANDS[name]
     if name in _SAME_ARGUMENTS:
         command = _SAME_ARGUMENTS[name].split()
+        if name == "kill":
+            rest = ["--signal", "KILL"] * ("-9" in rest) + [word for word in rest if word != "-9"] or ["RUN"]
         return f"write `{_line(command, rest if command else rest or ['SCRIPT'])}`"
-    program = name.rpartition("/")[2]
-    if program in _PROGRAMS or program.startswith("python3."):
-        if program == "accelerate" and rest[:1] == ["launch"]:
+    if not _is_program(name):
+        return None
+    left = _without_programs(words)
+    if left is None:
+        return f"save the code to a file, because every worker runs it; {name} is not needed"
+    return f"zlaunch starts the workers itself, so leave it out: `{_line([], left or ['SCRIPT'])}`"
+
+
+def _without_programs(words: Sequence[str]) -> list[str] | None:
+    """Return what is left of a command line without the programs in front of the script, such as
+    `sudo mpirun -np 2 python`; None where it is code (`python -c`).
+    """
+    program = words[0].rpartition("/")[2]
+    rest = list(words[1:])
+    if program == "accelerate" and rest[:1] == ["launch"]:
+        rest = rest[1:]
+    if program.startswith("python"):
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
             rest = rest[1:]
-        if program.startswith("python"):
-            while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-                rest = rest[1:]
-            if rest[:1] == ["-c"]:
-                return f"save the code to a file, because every worker runs it; {program} is not needed"
-        return f"zlaunch starts the workers itself, so leave it out: `{_line([], rest or ['SCRIPT'])}`"
-    return None
+        if rest[:1] == ["-c"]:
+            return None
+        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in _LAUNCHER_MODULES:
+            rest = rest[2:]
+    inner = next((at for at, word in enumerate(rest) if _is_program(word)), None)
+    if inner is None:
+        return rest
+    left = _without_programs(rest[inner:])
+    count = next((rest[at + 1] for at in range(inner - 1) if rest[at] in ("-n", "-np")), None)
+    return left if left is None or count is None else ["--num_gpus", count, *left]
+
+
+def _is_program(word: str) -> bool:
+    name = word.rpartition("/")[2]
+    return name in _PROGRAMS or name.startswith("python3.")
 
 
 def unknown_command(name: str, group: str, known: Iterable[str]) -> str:

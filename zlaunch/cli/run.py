@@ -62,7 +62,12 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     except NodeError as error:
         _note_refusal(given, error)
         raise
-    launcher, plan, world = chosen.launcher, chosen.plan, chosen.world_size
+    launcher, plan = chosen.launcher, chosen.plan
+    from zlaunch.plan.checks import check_shown_local_ranks, parse_shown_ranks
+
+    shown_ranks = parse_shown_ranks(given["log_ranks"], chosen.world_size)
+    if plan is not None:
+        check_shown_local_ranks(given.get("local_ranks"), plan)
     if given["dry_run"]:
         if plan is None:
             raise click.UsageError(
@@ -84,11 +89,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in chosen.warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    from zlaunch.plan.checks import check_shown_local_ranks, parse_shown_ranks
-
-    if plan is not None:
-        check_shown_local_ranks(given.get("local_ranks"), plan)
-    return _launch(launcher, chosen.why, parse_shown_ranks(given["log_ranks"], world), given)
+    return _launch(launcher, chosen.why, shown_ranks, given)
 
 
 class Chosen(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import os
 import socket
-import sys
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -62,7 +61,6 @@ def ui(folder: str, host: str, port: int, allow_remote: bool, no_browser: bool) 
     elif "SSH_CONNECTION" in os.environ:
         forward = f"ssh -L {bound}:127.0.0.1:{bound} {socket.gethostname()}"
         click.echo(f"from your own machine: {forward}, then open the address", err=True)
-    sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="zlaunch-ui-") as private:
         if not no_browser and any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")):
             _open_browser(Path(private), address)

@@ -49,7 +49,9 @@ def check_script(name: str, commands: Collection[str]) -> None:
         beside = os.listdir(path.parent)
     except OSError:
         raise LaunchError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
-    raise LaunchError(f"no script {name!r}{_near(path, beside) or _near_command(name, commands)}")
+    # a word without a suffix is rather a command than a script
+    near, command = _near(path, beside), _near_command(name, commands)
+    raise LaunchError(f"no script {name!r}{near or command if path.suffix else command or near}")
 
 
 def _near(path: Path, beside: Sequence[str]) -> str:

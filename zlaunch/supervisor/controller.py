@@ -20,6 +20,7 @@ from types import FrameType
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.debugger import advice
+from zlaunch.supervisor.end import End
 from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.heartbeat import Heartbeat
 from zlaunch.supervisor.nodes import SLOW_S, Left, Link
@@ -453,9 +454,12 @@ class Controller:
                 link.transport.send({"cmd": "kill"})
                 link.transport.kill()
             self._sweep()
+            run_record.ended(self.plan.run_dir, End.of_code(128 + self.signum))
             os._exit(128 + self.signum)
         self.signum, self.signalled_at = signum, time.monotonic()
         self._stop()
+        what = f"{signal_name(signum)}: stopping the workers (up to {self.plan.grace_s:g} s)"
+        self.queue.put((-1, {"type": "notice", "message": f"{what}; a second one kills them at once"}))
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
         """Send a signal to every worker; a program that is not Python would die of it."""

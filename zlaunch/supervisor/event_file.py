@@ -24,7 +24,7 @@ class EventFile:
         Raises OSError, also where the folder is not trusted: see Note [Trust by owner] in runtime/trust.py.
         """
         try:
-            with Folder(self._path.parent) as folder, open(folder.path / self._path.name, "rb") as file:
+            with Folder(self._path.parent) as folder, folder.open(self._path.name) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._lines = 0, LineBuffer()  # another run has begun in the folder
                 file.seek(self._offset)

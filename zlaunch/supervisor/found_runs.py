@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,28 +102,50 @@ class Rank:
 
 
 def find_runs(folder: Path) -> list[FoundRun]:
-    """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper."""
+    """Find the runs in a folder, the oldest first; those under SLURM steps lie one folder deeper.
+
+    Raises LaunchError if the folder is there and cannot be read.
+    """
     return look_into(folder).runs
 
 
 def look_into(folder: Path) -> RunsOfFolder:
-    """Find the runs in a folder as `find_runs` does, and those that cannot be read or are refused."""
+    """Find the runs in a folder as `find_runs` does, and those that cannot be read or are refused.
+
+    Raises LaunchError.
+    """
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        raise LaunchError(f"{folder}: Permission denied")
     found: list[FoundRun] = []
     broken: list[Path] = []
     refused: dict[Path, str] = {}
-    for pattern in ("*/launcher.json", "*/*/launcher.json"):
-        for path in folder.glob(pattern):
-            if path.parent.is_symlink():  # as `latest` is
-                continue
-            known = run_record.read(path.parent)
-            if known is not None:
-                found.append(FoundRun(str(path.parent.relative_to(folder)), path.parent, known))
-            elif why := why_refused(path.parent):
-                refused[path.parent] = why
-            else:
-                broken.append(path.parent)
+    for path in _candidates(folder):
+        known = run_record.read(path)
+        if known is not None:
+            found.append(FoundRun(str(path.relative_to(folder)), path, known))
+        elif why := why_refused(path):
+            refused[path] = why
+        elif os.path.lexists(path / "launcher.json"):
+            broken.append(path)
     found.sort(key=lambda run: (run.record.came, run.name))
     return RunsOfFolder(found, sorted(broken), dict(sorted(refused.items())))
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Yield the folders in a folder, and those in them, that have a record. Others may vanish meanwhile."""
+    for above in (folder, *_folders(folder)):
+        for path in _folders(above):
+            if os.path.lexists(path / "launcher.json"):
+                yield path
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, without links, as `latest` is one; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
 
 
 def why_refused(folder: Path) -> str | None:
@@ -240,7 +262,7 @@ def _is_whole(event: dict[str, Any]) -> bool:
 
 def _rank_events(run_dir: Path) -> Iterable[dict[str, Any]]:
     try:
-        with Folder(run_dir) as folder, open(folder.path / "events.jsonl", "rb") as file:
+        with Folder(run_dir) as folder, folder.open("events.jsonl") as file:
             for line in file:
                 # Most lines are metrics; parsing them all would take seconds for a long run.
                 event = decode(line) if any(mark in line for mark in _RANK_EVENTS) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -89,6 +90,8 @@ class RunRecord:
 
 _FIELDS = frozenset(field.name for field in fields(RunRecord))
 CHECKPOINT = "checkpoint.json"
+_LARGEST = 1e11
+"""Bounds the numbers of a record: a later time in seconds has no date."""
 _BATCHES = "batches.json"
 
 
@@ -102,20 +105,34 @@ def read_json(path: Path) -> dict[str, Any]:
     Return {} also where the folder is not trusted: see Note [Trust by owner] in runtime/trust.py.
     """
     try:
-        with Folder(path.parent) as folder:
-            file = folder.path / path.name
-            content = json.loads(file.read_text()) if file.is_file() else {}
+        with Folder(path.parent) as folder, folder.open(path.name) as file:
+            content = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of a run's folder. A failure does not end the training, but is said."""
+    data = (json.dumps(content, indent=1) + "\n").encode()
     try:
         with Folder(path.parent) as folder:
-            folder.write(path.name, (json.dumps(content, indent=1) + "\n").encode())
-    except OSError:  # a full disk must not end the training
-        pass
+            try:
+                folder.write(path.name, data)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                _write_over(folder.path / path.name, data)
+    except OSError as error:
+        text = f"cannot write {path}: {error.strerror}: what it says of the run is old"
+        print(f"zlaunch: warning: {text}", file=sys.stderr, flush=True)
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    """Write JSON into the blocks that a file has: a full disk has no others. Spaces cover the rest."""
+    with open(path, "r+b") as file:
+        before = os.fstat(file.fileno()).st_size
+        file.write(data + b" " * max(0, before - len(data)))
 
 
 def _shown(command: Sequence[str]) -> tuple[str, ...]:
@@ -319,6 +336,6 @@ def read(run_dir: str | Path) -> RunRecord | None:
         *(record.world_size, record.attempt, record.started),
     )
     known = all(isinstance(text, str) for text in texts)
-    known = known and all(isinstance(number, (int, float)) for number in numbers)
-    ends = (record.ended, record.exit_code, record.asked)
-    return record if known and all(isinstance(end, (int, float, type(None))) for end in ends) else None
+    numbers += tuple(n for n in (record.ended, record.exit_code, record.asked) if n is not None)
+    known = known and all(isinstance(number, (int, float)) and abs(number) < _LARGEST for number in numbers)
+    return record if known else None

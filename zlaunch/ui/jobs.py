@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def find_sweeps(folder: Path) -> list[Path]:
     """Return the folders of sweeps: under `sweeps`, under ``folder``, and those of the queue's jobs."""
     found = [*Path(SWEEPS).glob("*/sweep.json"), *folder.glob("*/sweep.json"), folder / "sweep.json"]
     found += [path.parent / "sweep.json" for path in run_folders()]
-    return sorted({path.parent.resolve() for path in found if path.is_file()})
+    return sorted({path.parent.resolve() for path in found if os.path.isfile(path)})
 
 
 def open_trials_of(folder: Path, name: str) -> ShownSweep:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -77,10 +80,18 @@ def serve(board: Board, access: PageAccess, listener: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=1,
     )
+    # an answer that is under way at the end is not finished, which uvicorn logs with a traceback
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+    # uvicorn raises the signal again after it has ended; the caller removes its files then
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         uvicorn.Server(config).run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again after it has ended
+    except KeyboardInterrupt:
         pass
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def make_app(board: Board, access: PageAccess) -> ASGIApp:
@@ -95,6 +106,8 @@ def make_app(board: Board, access: PageAccess) -> ASGIApp:
                 page = make(request)
             except LaunchError as error:
                 page = message_page(str(error), 404)
+            except OSError as error:
+                page = message_page(f"{error.filename or 'a file'}: {error.strerror}", 500)
             is_part = request.query_params.get("part") == "main"
             text = as_text(str(page.main) if is_part else page.whole())
             return HTMLResponse(text, page.code, headers={"x-poll": str(page.poll_s)})

@@ -13,7 +13,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
 _BAR, _GAP, _NAMES = 16, 6, 150
 _SPARK_WIDTH, _SPARK_HEIGHT = 120, 28
 _TICKS = 5
-_LEAST = 1e-300
+LEAST = 1e-300
 """Is the least difference that an axis shows; of smaller ones parts are no numbers."""
 
 
@@ -35,8 +35,8 @@ def line_chart(curves: Sequence[Curve], x_label: str, *, from_zero: bool = False
     if not xs:
         return ""
     ys += [0.0] if from_zero else []
-    if max(ys) - min(ys) < _LEAST:
-        apart = abs(ys[0]) / 2 if abs(ys[0]) > _LEAST else 0.5
+    if max(ys) - min(ys) < LEAST:
+        apart = abs(ys[0]) / 2 if abs(ys[0]) > LEAST else 0.5
         ys += [ys[0] - apart, ys[0] + apart]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
     x_low, x_high = min(*xs, x_ticks[0]), max(*xs, x_ticks[-1])
@@ -105,7 +105,7 @@ def spark(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)
-    scale = (_SPARK_HEIGHT - 4) / (high - low) if high - low > _LEAST else 0.0
+    scale = (_SPARK_HEIGHT - 4) / (high - low) if high - low > LEAST else 0.0
     step = (_SPARK_WIDTH - 4) / (len(values) - 1)
     points = " ".join(
         f"{2 + index * step:.1f},{_SPARK_HEIGHT - 2 - (value - low) * scale:.1f}"
@@ -129,7 +129,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers from at most ``low`` to at least ``high``."""
     if not high > low:
         return [low]
-    if high - low < _LEAST:
+    if high - low < LEAST:
         return [low, high]
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))

@@ -94,6 +94,11 @@ class Console:
         """Tell whether what is shown on stdout still arrives anywhere."""
         return "stdout" in self._streams and "stdout" not in self._failed
 
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether something could not be shown; a reader that has gone is no failure."""
+        return bool(self._failed)
+
     def shows(self, rank: int) -> bool:
         """Tell whether this rank's output was asked for."""
         return self._ranks is None or rank in self._ranks
@@ -295,7 +300,7 @@ class Console:
         except (OSError, ValueError) as error:
             if stream not in self._failed:
                 self._failed.add(stream)
-                self.error(f"cannot write to {stream}: {error}; the run continues, its logs have the output")
+                self.error(f"cannot write to {stream}: {error}; the logs have the output")
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

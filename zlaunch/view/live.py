@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.charts import LEAST
 from zlaunch.view.console import metrics_line
 from zlaunch.view.progress import TIMES, RunProgress, span
 
@@ -59,7 +60,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
         slices = [values[int(i * size) : int((i + 1) * size)] for i in range(width)]
         values = [sum(part) / len(part) for part in slices]
     low, high = min(values), max(values)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    scale = (len(_BLOCKS) - 1) / (high - low) if high - low > LEAST else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
 
 

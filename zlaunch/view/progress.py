@@ -15,7 +15,7 @@ _MOST_NAMES = 64
 _RECENT = 32
 """Reports of a rank whose times are averaged."""
 _COUNTS = ("step", "steps", "engine_step", "rows", "timed_steps", "micro_tokens", "moved_mb", "disk_mb")
-_LARGEST = 1e300
+_LARGEST = 1e100
 TIMES = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
 """Names the parts of a step's time in a report; together they are `all_ms`."""
 

@@ -32,12 +32,12 @@ def test_the_newest_run_first_and_broken_ones_last(tmp_path: Path) -> None:
     (folder / "broken" / "launcher.json").write_text("{")
     (folder / "empty").mkdir()
     runs = Board(folder).runs()
-    assert [run.key for run in runs] == ["far", "new", "step/inner", "old", "broken"]
-    _, new, _, old, broken = runs
+    assert [run.key for run in runs] == ["new", "step/inner", "old", "broken", "far"]
+    new, _, old, broken, far = runs
     assert (new.state, new.step, new.steps, new.losses) == ("ended 3", 4, 4, (4.0, 2.0, 4 / 3, 1.0))
     assert (old.state, old.workers, old.hosts, old.command) == ("ended 0", 1, ("n1",), "train.py --lr 1")
     assert (broken.state, broken.why) == ("broken", "its launcher.json cannot be read")
-    assert runs[0].state == "broken" and runs[0].why, "a time that no calendar has"
+    assert far.state == "broken" and far.why, "a time that no calendar has"
 
 
 def test_a_run_is_read_again_only_where_its_events_change(
