@@ -444,10 +444,12 @@ def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Opt
 
 def _record(effective: Effective, comm: Comm, limits: Mapping[str, float]) -> None:
     run_dir = read_environment().run_dir
-    note_engine()
+    size = effective.config.train_batch_size
+    micro = effective.config.train_micro_batch_size_per_gpu
+    note_engine(micro)
     if comm.rank == 0:
-        size = effective.config.train_batch_size
-        announce("environment", **describe(comm.device), limits=limits, train_batch_size=size)
+        about = {"train_batch_size": size, "micro_batch_size": micro}
+        announce("environment", **describe(comm.device), limits=limits, **about)
     if comm.rank == 0 and run_dir:
         effective.write(os.path.join(run_dir, "config.effective.json"))
     if comm.rank == 0 and effective.config.dump_state:

@@ -6,23 +6,22 @@ from typing import TypedDict
 
 from .config import ConfigError
 from .environment import read_environment
-from .world_sizes import read_world_sizes
+from .world_sizes import FirstBatch, find_first_batch, read_first_batches, read_world_sizes
 
-_engines = 0
-"""Engines that this process has made: the launcher counts them in the same order."""
+_micro_batches: list[int | None] = []
+"""The micro-batches of the engines that this process has made, in their order."""
 
 
 class Restarts(TypedDict):
     """Holds arguments of :func:`zlaunch.runtime.config.resolve`."""
 
     world_sizes: tuple[int, ...]
-    first_batch: int | None
+    first_batches: tuple[FirstBatch, ...]
 
 
-def note_engine() -> None:
-    """Count an engine."""
-    global _engines
-    _engines += 1
+def note_engine(micro: int | None) -> None:
+    """Note an engine and its micro-batch."""
+    _micro_batches.append(micro)
 
 
 def read_restarts() -> Restarts:
@@ -33,8 +32,11 @@ def read_restarts() -> Restarts:
     except ValueError as error:
         raise ConfigError([f"ZLAUNCH_WORLD_SIZES: {error}"]) from None
     try:
-        batches = [int(word) for word in environment.first_batches.split()]
-    except ValueError:
-        text = f"ZLAUNCH_FIRST_BATCHES: {environment.first_batches!r} is not a list of global batches"
-        raise ConfigError([text]) from None
-    return {"world_sizes": sizes, "first_batch": batches[_engines] if _engines < len(batches) else None}
+        left = list(read_first_batches(environment.first_batches))
+    except ValueError as error:
+        raise ConfigError([f"ZLAUNCH_FIRST_BATCHES: {error}"]) from None
+    for micro in _micro_batches:
+        repeated = find_first_batch(left, micro)
+        if repeated is not None:
+            left.remove(repeated)
+    return {"world_sizes": sizes, "first_batches": tuple(left)}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..rank_mesh import MeshShape
+from ..world_sizes import FirstBatch, find_first_batch
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
 from .load import ConfigError, Loaded
 from .monitors import TRACKERS, without_secrets
@@ -110,7 +111,7 @@ def resolve(
     *,
     world_size: int,
     world_sizes: Sequence[int] = (),
-    first_batch: int | None = None,
+    first_batches: Sequence[FirstBatch] = (),
     hidden_size: int | None = None,
     hidden_size_from: str = "",
     default_lr: float | None = None,
@@ -118,16 +119,16 @@ def resolve(
     """Fill in "auto" and the batch keys for a run on `world_size` ranks.
 
     `world_sizes` has all numbers of ranks that the run may have after failures, the one without a failure
-    first. `first_batch` is the global batch of the run's first attempt; None: this is the first. Raises
-    ConfigError if the config fails on any of these numbers of ranks. See Note [Global batch after a restart]
-    in `batch_sizes.py`.
+    first. `first_batches` has the engines of the run's first attempt that this process has not made yet;
+    empty: this is the first. Raises ConfigError if the config fails on any of these numbers of ranks. See
+    Note [Global batch after a restart] in `batch_sizes.py`.
     """
     for name, number in (("world_size", world_size), ("hidden_size", hidden_size)):
         if number is not None and number < 1:
             raise ConfigError([f"{name}: {number} is not allowed, expected 1 or more"])
     values = loaded.config.model_dump(mode="json")
     notes: dict[str, str] = dict(loaded.dropped)
-    batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes, first_batch)
+    batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes, first_batches)
     problems += _params(loaded, values, notes, default_lr)
     _sizes(loaded, values, notes, hidden_size, hidden_size_from)
     if problems:
@@ -186,15 +187,18 @@ def _batch(
     notes: dict[str, str],
     world_size: int,
     sizes: Sequence[int],
-    first_batch: int | None = None,
+    first_batches: Sequence[FirstBatch] = (),
 ) -> tuple[tuple[str, ...], list[str]]:
     """Complete the batch keys on these ranks and check them on the others that the run may have; return
     warnings and problems.
     """
     if world_size not in sizes:  # the launcher did not count these ranks: a script started them
         sizes = (world_size,)
-        first_batch = None
+        first_batches = ()
     given = dict(values)
+    first = find_first_batch(first_batches, given[MICRO])
+    # on as many ranks, the config gives what it gave then
+    first_batch = None if first is None or first.ranks == world_size else first.size
     here = find_mesh(loaded, world_size).samples
     kept = find_kept_batch(loaded, given, sizes, first_batch)
     if problem := complete(loaded, values, notes, here, kept):

@@ -266,6 +266,16 @@ def test_a_row_of_another_version_harms_no_other(folder: Path) -> None:
     assert zlaunch(folder, "wait", foreign).returncode == 128 + signal.SIGTERM
 
 
+def test_a_job_is_queued_and_started_whoever_reads_its_name(folder: Path) -> None:
+    command = [sys.executable, "-m", "zlaunch", *OPTIONS, "--run_dir=runs/job", "train.py", "0", "0"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    assert done.returncode == 0 and b"cannot write to stdout" in done.stderr, done
+    # nobody looks into the queue, which would start its daemon
+    wait_until(lambda: has_begun(folder, ""), "the job")
+    assert zlaunch(folder, "wait", "runs/job").returncode == 0
+
+
 def test_one_dead_host_does_not_eat_the_queue(folder: Path) -> None:
     """A job that meets the dead host fails within a second, and the next one would take its place there."""
     (folder / "hosts").write_text("nowhere.invalid slots=1\nlocalhost slots=1\n")
@@ -290,10 +300,12 @@ _TWO_GPUS = """
     exec "$@"
 """
 _ON_ONE_OF_TWO = """
-    import os
+    import os, sys
     with open("log", "a") as file:
-        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
-    if os.environ["CUDA_VISIBLE_DEVICES"] == "0":
+        file.write(os.environ["CUDA_VISIBLE_DEVICES"] * (not sys.argv[1:]) + "\\n")
+    if sys.argv[1:]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.environ["CUDA_VISIBLE_DEVICES"] in ("", "0"):
         raise RuntimeError("No CUDA GPUs are available")
 """
 
@@ -306,6 +318,8 @@ def test_one_broken_gpu_does_not_rest_its_host(folder: Path) -> None:
     words += ["--num_gpus=1", "--retries=1", "train.py"]
     text = f"""
 from zlaunch.cli.main import main
+own = [*{words[:-2]}, "--run_dir=runs/own", "train.py", "hides its GPU"]
+assert main(own) == 0 and main(["wait", "runs/own"]) == 1
 runs = [f"runs/{{number}}" for number in range(3)]
 for run in runs:
     assert main([*{words[:-1]}, f"--run_dir={{run}}", "train.py"]) == 0

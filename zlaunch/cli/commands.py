@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -160,6 +162,17 @@ def with_options(
 def count_option(*names: str, low: int = 1, high: int | None = None, **more: Any) -> Callable[..., Any]:
     """Make an option that takes a whole number."""
     return option(*names, type=click.IntRange(low, high), metavar="N", **more)
+
+
+def print_name(name: str) -> None:
+    """Print the name of a run that goes on by itself. It does so also where nobody can read its name: a full
+    disk behind stdout, or a reader that has gone, is no failure of the run.
+    """
+    try:
+        print(name, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered would fail again at exit
+        print(f"zlaunch: warning: cannot write to stdout: {error.strerror}: {name} runs", file=sys.stderr)
 
 
 class _Seconds(click.FloatRange):

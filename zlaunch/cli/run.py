@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from zlaunch import __version__
-from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, with_options
+from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, print_name, with_options
 from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.errors import NodeError
@@ -383,7 +383,7 @@ def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
     name = name_of(path)
     if into_background(path, lambda: _begin(launcher)):
         return True
-    print(name)
+    print_name(name)
     if not quiet:
         print(
             f"zlaunch: it continues in the background: zlaunch attach {name}, logs -f, wait, stop",

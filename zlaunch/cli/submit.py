@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 import zlaunch
-from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
+from zlaunch.cli.commands import SETTINGS, Command, count_option, print_name, with_options
 from zlaunch.cli.launch_options import LAUNCH
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _told(job: int, path: Path, *, quiet: bool) -> int:
     from zlaunch.supervisor.run_folder import name_of
 
     name = name_of(path)
-    print(name, flush=True)
+    print_name(name)
     if not quiet:
         print(f"zlaunch: job {job} of the queue: zlaunch queue, wait {name}, cancel {name}", file=sys.stderr)
     replace_older_daemon(queue_folder())

@@ -28,6 +28,7 @@ from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
 _SAVED_CODE = 75
 """end.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
@@ -57,6 +58,7 @@ def main() -> None:
     event_fd = _own_event_fd()
     _take_debugger(event_fd)
     pid, recorded = os.getpid(), error_file.offer()
+    devices = os.environ.get(_DEVICES)
     try:
         if mode == "--module":
             _run_module(args)
@@ -72,7 +74,7 @@ def main() -> None:
     except BaseException as error:
         text = _print(error)
         if event_fd >= 0 and os.getpid() == pid:  # not from a child that the script forked
-            _send_exception(event_fd, error, text)
+            _send_exception(event_fd, error, text, devices)
         sys.exit(1)
     finally:
         if os.getpid() == pid:
@@ -220,7 +222,8 @@ def _end_in_user_code(frames: TracebackType | None) -> None:
         last.tb_next = None
 
 
-def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
+def _send_exception(event_fd: int, error: BaseException, text: str, devices: str | None) -> None:
+    """Tell the agent of an exception; `devices` are those that the script was started with."""
     import json
 
     event = {
@@ -230,6 +233,7 @@ def _send_exception(event_fd: int, error: BaseException, text: str) -> None:
         "exception": "".join(traceback.format_exception_only(type(error), error)).strip(),
         "traceback": text[-_TRACEBACK_LIMIT_CHARS:],
         "talk": talk_of(error),
+        "chose_devices": os.environ.get(_DEVICES) != devices,
     }
     try:
         os.write(event_fd, json.dumps(event).encode() + b"\n")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zlaunch.plan.plan import Program
+from zlaunch.runtime.world_sizes import FirstBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +31,8 @@ class RunFacts:
     """Each worker has LOCAL_RANK 0, and its GPU alone."""
     world_sizes: tuple[int, ...] = ()
     """Numbers of workers that the run may have, the one without a failure first; empty: it cannot change."""
-    first_batches: tuple[int, ...] = ()
-    """The global batches of the engines of the first attempt; empty: this is the first."""
+    first_batches: tuple[FirstBatch, ...] = ()
+    """The engines of the first attempt; empty: this is the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class Failure:
     traceback: str = ""
     talk: str = ""
     """ "lost" or "failed" where the exception came of talking to other ranks, see peers.talk_of."""
+    chose_devices: bool = False
+    """Whether the script has set CUDA_VISIBLE_DEVICES: then it decides which GPUs there are."""
 
     @property
     def exit_code(self) -> int:

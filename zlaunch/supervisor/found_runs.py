@@ -123,9 +123,11 @@ def look_into(folder: Path) -> RunsOfFolder:
         known = run_record.read(path)
         if known is not None:
             found.append(FoundRun(str(path.relative_to(folder)), path, known))
+        elif not os.path.lexists(path / "launcher.json"):
+            continue  # it has just been removed
         elif why := why_refused(path):
             refused[path] = why
-        elif os.path.lexists(path / "launcher.json"):
+        else:
             broken.append(path)
     found.sort(key=lambda run: (run.record.came, run.name))
     return RunsOfFolder(found, sorted(broken), dict(sorted(refused.items())))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from zlaunch.plan.plan import Plan, Program
 from zlaunch.runtime.trust import Folder
+from zlaunch.runtime.world_sizes import FirstBatch
 from zlaunch.supervisor.end import End, Slot, read_slots
 from zlaunch.supervisor.redact import redact_arguments, secret_values
 from zlaunch.system import boot_clock
@@ -269,27 +270,33 @@ def saved(plan: Plan, event: Mapping[str, Any]) -> None:
 
 
 def made_engine(plan: Plan, attempt: int, event: Mapping[str, Any]) -> None:
-    """Record the global batch of an engine in the run's first attempt that has any, in `batches.json`."""
-    size = event.get("train_batch_size")
+    """Record an engine of the run's first attempt that has any, in `batches.json`."""
+    batch = _read_batch([event.get("train_batch_size"), event.get("micro_batch_size"), plan.run_world_size])
     path = Path(plan.run_dir) / _BATCHES
-    if type(size) is not int or size < 1:
+    if batch is None:
         return
     own = {"run_id": plan.run_id, "attempt": attempt}
     known = read_json(path)
     if known.get("run_id") != plan.run_id:
-        _write(path, {**own, "sizes": [size]})
-    elif known.get("attempt") == attempt and isinstance(known.get("sizes"), list):
-        _write(path, {**known, "sizes": [*known["sizes"], size]})
+        _write(path, {**own, "engines": [batch]})
+    elif known.get("attempt") == attempt and isinstance(known.get("engines"), list):
+        _write(path, {**known, "engines": [*known["engines"], batch]})
 
 
-def first_batches(run_dir: str, run_id: str, attempt: int) -> tuple[int, ...]:
-    """Return the global batches of the engines of the run's first attempt, in their order; none before it."""
+def first_batches(run_dir: str, run_id: str, attempt: int) -> tuple[FirstBatch, ...]:
+    """Return the engines of the run's first attempt, in their order; none before it."""
     known = read_json(Path(run_dir) / _BATCHES)
-    sizes = known.get("sizes")
+    engines = known.get("engines")
     earlier = known.get("run_id") == run_id and known.get("attempt") != attempt
-    if not earlier or not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
-        return ()
-    return tuple(sizes)
+    found = [_read_batch(each) for each in engines] if earlier and isinstance(engines, list) else []
+    return tuple(batch for batch in found if batch is not None)
+
+
+def _read_batch(numbers: object) -> FirstBatch | None:
+    match numbers:
+        case [int(size), int(micro), int(ranks)] if min(size, micro, ranks) >= 1:
+            return FirstBatch(size, micro, ranks)
+    return None
 
 
 def resume_folder(
@@ -331,7 +338,7 @@ def read(run_dir: str | Path) -> RunRecord | None:
     cause = () if record.cause is None else (record.cause,)
     own = (record.run_id, record.host, record.boot, record.name, record.slurm_job, *cause)
     texts = (*own, *record.hosts, *record.command, *record.bad_hosts, *record.tags)
-    numbers = (
+    numbers: tuple[int | float, ...] = (
         *(record.pid, record.start_ticks, record.pid_namespace),
         *(record.world_size, record.attempt, record.started),
     )

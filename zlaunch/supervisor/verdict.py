@@ -121,6 +121,7 @@ class Verdict:
             exception=str(event.get("exception", "")),
             traceback=str(event.get("traceback", "")),
             talk=str(event.get("talk", "")),
+            chose_devices=event.get("chose_devices") is True,
         )
         self.failures.setdefault(rank, found)
         self._stop_by(now + failures.one_event_s(found.talk))
@@ -198,7 +199,7 @@ class Verdict:
     def _device_refused(self, failure: Failure) -> bool:
         """Tell whether a GPU that the node has reported did not work at the start: another one may do."""
         at_start = not self.has_progressed and failure.rank in self._slots
-        return at_start and failures.is_bad_device(failure.exception)
+        return at_start and not failure.chose_devices and failures.is_bad_device(failure.exception)
 
     def _refused_slots(self) -> tuple[Slot, ...]:
         """Return the slots of all ranks whose GPU did not work."""

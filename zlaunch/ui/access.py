@@ -4,7 +4,8 @@ Note [Who may see the pages]
 Any program of this machine can connect to the port, and any web page that the user opens can have the browser
 ask it. So every request needs the token: in the address at first, in a cookie from then on. A page of another
 site whose name points to this address (DNS rebinding) would be of the cookie's site only under its own name,
-and such names in the Host header are refused before the token is looked at. The pages change nothing.
+and such names in the Host header are refused before the token is looked at. No page has an action; who looks
+settles the queue, as in `zlaunch ps` (Note [Who settles]).
 """
 
 from __future__ import annotations

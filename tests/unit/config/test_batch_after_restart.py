@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config import ConfigError, check_batch, load, resolve
-from zlaunch.runtime.world_sizes import read_world_sizes, write_world_sizes
+from zlaunch.runtime.world_sizes import FirstBatch, read_first_batches, read_world_sizes, write_world_sizes
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -22,9 +22,10 @@ def batch(
     source: Any, world: int, sizes: tuple[int, ...], first: int | None = None
 ) -> tuple[tuple[int | None, ...], str]:
     """Return the batch sizes and the warnings of an attempt on `world` ranks; `first`: the global batch of
-    the first attempt.
+    the first attempt, on all ranks.
     """
-    effective = resolve(load(source), world_size=world, world_sizes=sizes, first_batch=first)
+    batches = () if first is None else (FirstBatch(first, 2, sizes[0]),)
+    effective = resolve(load(source), world_size=world, world_sizes=sizes, first_batches=batches)
     config = effective.config
     found = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     return found, "\n".join(effective.batch_warnings)
@@ -44,6 +45,22 @@ def test_a_micro_batch_alone_keeps_the_global_batch_by_accumulation() -> None:
     assert batch({MICRO: 2}, 2, sizes, 8) == ((8, 2, 2), "")
     assert batch({MICRO: 2}, 1, sizes, 8) == ((8, 2, 4), "")
     assert batch({MICRO: 4}, 2, sizes, 8) == ((8, 4, 1), ""), "the script has derived it from the ranks"
+
+
+def test_an_engine_repeats_one_with_its_micro_batch_and_only_on_other_ranks() -> None:
+    """A script that skips its first phase makes the second engine alone."""
+    first = (FirstBatch(16, 8, 2), FirstBatch(4, 2, 2))
+    for world, accumulation in ((2, 1), (1, 2)):
+        found = resolve(load({MICRO: 2}), world_size=world, world_sizes=(2, 1), first_batches=first)
+        assert not found.batch_warnings
+        assert (found.config.train_batch_size, found.config.gradient_accumulation_steps) == (4, accumulation)
+
+
+def test_first_batches_are_written_as_they_are_read() -> None:
+    first = (FirstBatch(16, 8, 2), FirstBatch(4, 2, 2))
+    assert read_first_batches(" ".join(map(str, first))) == first and read_first_batches("") == ()
+    with pytest.raises(ValueError, match="'6' is not"):
+        read_first_batches("6")
 
 
 def test_a_global_batch_that_cannot_be_kept_is_said_with_the_old_one() -> None:

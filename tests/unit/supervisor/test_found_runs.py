@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from zlaunch.errors import LaunchError
 from zlaunch.supervisor import run_record
-from zlaunch.supervisor.found_runs import FoundRun
+from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor.found_runs import FoundRun, find_runs, look_into
 from zlaunch.supervisor.run_folder import make_run_dir
 
 
@@ -52,3 +56,45 @@ def test_launchers_that_share_a_folder_do_not_keep_each_other_out(tmp_path: Path
 
 def test_the_record_of_a_later_version_is_read(tmp_path: Path) -> None:
     assert found(tmp_path, something_new=7).state == "running"
+
+
+def test_folders_that_vanish_while_they_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stays", "vanishes", "inner/deep"):
+        (tmp_path / name).mkdir(parents=True)
+        run_record.begun(str(tmp_path / name), name, ["localhost"], 1)
+    there = os.path.lexists
+
+    def lexists(path: Path) -> bool:
+        known = there(path)
+        if path.parent.name == "vanishes":
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return known
+
+    monkeypatch.setattr(os.path, "lexists", lexists)
+    found = look_into(tmp_path)
+    assert sorted(run.name for run in found.runs) == ["inner/deep", "stays"]
+    assert not found.broken and not found.refused
+
+
+def test_a_folder_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(LaunchError, match=f"{tmp_path}: Permission denied"):
+        find_runs(tmp_path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e18])
+def test_a_record_with_numbers_that_no_calendar_has_is_none(tmp_path: Path, number: float) -> None:
+    run_record.begun(str(tmp_path), "run", ["localhost"], 1)
+    path = tmp_path / "launcher.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": number}))
+    assert run_record.read(tmp_path) is None
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    os.mkfifo(tmp_path / "launcher.json")
+    assert run_record.read(tmp_path) is None
+    with pytest.raises(OSError, match="is not a file"):
+        list(EventFile(tmp_path / "events.jsonl").read())

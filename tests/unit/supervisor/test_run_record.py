@@ -75,10 +75,10 @@ def test_a_queued_run_keeps_its_place_and_its_command_when_it_begins(tmp_path: P
 
 
 def test_the_batches_of_the_first_attempt_are_kept(tmp_path: Path) -> None:
-    plan: Any = SimpleNamespace(run_id="id", run_dir=str(tmp_path))
+    plan: Any = SimpleNamespace(run_id="id", run_dir=str(tmp_path), run_world_size=3)
     assert first_batches(str(tmp_path), "id", 1) == ()
     for attempt, size in ((0, 6), (0, 12), (1, 4), (0, "x"), (0, 0)):
-        made_engine(plan, attempt, {"train_batch_size": size})
-    assert first_batches(str(tmp_path), "id", 1) == (6, 12)
+        made_engine(plan, attempt, {"train_batch_size": size, "micro_batch_size": 2})
+    assert first_batches(str(tmp_path), "id", 1) == ((6, 2, 3), (12, 2, 3))
     assert first_batches(str(tmp_path), "id", 0) == ()
     assert first_batches(str(tmp_path), "other", 1) == ()

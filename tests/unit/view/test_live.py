@@ -32,3 +32,9 @@ def test_losses_of_evaluations_are_curves() -> None:
         assert any(line.split("  ")[0] == curve for line in lines), text
     assert "aux_loss" not in text, "the first three"
     assert "accuracy" not in text
+
+
+def test_numbers_at_the_ends_of_what_a_float_holds() -> None:
+    drawn(*(metrics(step=step, steps=5, loss=step * 1e-310) for step in range(5)))
+    huge = {"all_ms": 1e299, "forward_ms": 1e299, "timed_steps": 1e299}
+    assert "nan" not in drawn(metrics(step=1, **huge), metrics(step=2, **huge))
