@@ -47,6 +47,11 @@ def check(file: str, world_size: int | None) -> None:
         click.echo(f'{loaded.origin}: ok {by} "auto"; for your own loop, set {keys}')
     else:
         click.echo(f"{loaded.origin}: ok")
+    config = loaded.config
+    has_size = config.train_batch_size is not None or config.train_micro_batch_size_per_gpu is not None
+    if not has_size and loaded.auto.isdisjoint(_BATCH[:2]):
+        sizes = " or ".join(_BATCH[:2])
+        click.echo(f"{loaded.origin}: no batch size is set: the script has to give {sizes}")
     if not _is_plain_json(file):
         why = "transformers and accelerate read plain JSON: no comments, trailing commas or YAML"
         click.echo(f"{loaded.origin}: not for the Hugging Face Trainer and accelerate: {why}")

@@ -91,3 +91,14 @@ def test_check_says_what_other_readers_do_not_take(tmp_path: Path, text: str, is
     assert [line.split(": ")[1] for line in lines[1:]] == [
         "not for the Hugging Face Trainer and accelerate"
     ] * (not is_plain)
+
+
+def test_check_says_that_no_batch_size_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    for text, is_told in (
+        ("{}", True),
+        ('{"train_batch_size": 1}', False),
+        ('{"train_batch_size": "auto"}', False),
+    ):
+        file.write_text(text, encoding="utf-8")
+        assert ("no batch size is set" in CliRunner().invoke(cli, ["check", str(file)]).output) == is_told
