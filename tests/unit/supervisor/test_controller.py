@@ -34,6 +34,8 @@ class FakeTransport:
     """An agent that says what the test has it say, and remembers what it was told."""
 
     local = False
+    patience_s = 60.0
+    """After so long without a word it is gone."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -48,7 +50,7 @@ class FakeTransport:
             self.words.put(None)
 
     def events(self) -> Iterator[Event]:
-        while (event := self.words.get(timeout=60)) is not None:
+        while (event := self.words.get(timeout=self.patience_s)) is not None:
             yield event
 
     def close(self, timeout_s: float) -> int | None:

@@ -87,6 +87,7 @@ def test_a_stop_does_not_wait_for_the_end_of_the_controllers_wait(
     scene.controller.queue = waiting = _Queue()
     for agent in scene.agents:
         monkeypatch.setattr(agent, "send", agent.told.append)
+        agent.patience_s = 2 * LIMIT_S  # its end would end the wait, too
     outcome = scene.run()
     assert waiting.sent is not None
     assert outcome.code == 130 and outcome.lost == {"n0", "n1"}

@@ -115,6 +115,7 @@ def test_a_run_s_processes_are_told_by_their_whole_id() -> None:
             # between its fork and its exec a process has our own environment
             wait_until(lambda name=name: run_processes(name), "the process has its environment")  # type: ignore[misc]
             assert run_processes(name) == [named(process)]
+            assert run_processes(name, spared=[process.pid]) == []
     finally:
         for process in started.values():
             process.kill()
