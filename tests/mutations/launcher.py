@@ -395,6 +395,13 @@ MUTATIONS = (
         ("tests/unit/slurm/test_script.py",),
     ),
     Mutation(
+        "zlaunch/cli/rerun.py",
+        " + [flag for flag, ours in SAME.items() if ours == option]",
+        "",
+        "a rerun writes into the folder of --log_dir again",
+        ("tests/unit/cli/test_rerun.py",),
+    ),
+    Mutation(
         "zlaunch/cli/torchrun_flags.py",
         '_take(out, "num_gpus", total // (nodes or 1), f"--num_processes {total}")',
         '_take(out, "num_gpus", total, f"--num_processes {total}")',

@@ -19,8 +19,8 @@ from zlaunch.supervisor import run_record
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.supervisor.provenance import PROVENANCE, VERSION
 
-_OF_ONE_RUN = ("run_dir", "enable_each_rank_log", "run_id", "parent", "first_attempt")
-"""Options with a value that a new run must not share with the old one."""
+_OF_ONE_RUN = ("run_dir", "run_id", "parent", "first_attempt")
+"""Options with a value that a new run must not share with the old one, also under their other names."""
 _FILES = ("hostfile", "ssh_config")
 _FUNCTION_CALL = "zlaunch.node.function_call"
 
@@ -121,6 +121,7 @@ def _parse(words: Sequence[str]) -> _Line:
         if isinstance(option, click.Option) and not option.is_flag and not option.count
         for name in option.opts
     }
+    of_one_run = {name for option in _OF_ONE_RUN for name in _names(option)}
     options: list[str] = []
     rest = iter(words[: len(words) - len(command)])
     for word in rest:
@@ -128,9 +129,18 @@ def _parse(words: Sequence[str]) -> _Line:
         known = _full_name(name, takes_value)
         # A value is no option, whatever it looks like: `--tag parent`.
         pair = [word, *([next(rest, "")] if known in takes_value and not sign else ())]
-        if known not in _OF_ONE_RUN:
+        if known not in of_one_run:
             options += pair
     return _Line(tuple(options), command, given)
+
+
+def _names(option: str) -> list[str]:
+    """Return the names of an option without dashes: zlaunch's, and the flags of other launchers for it."""
+    from zlaunch.cli.run import run as launch
+    from zlaunch.cli.torchrun_flags import SAME
+
+    own = next(each.opts for each in launch.params if each.name == option)
+    return [name.lstrip("-") for name in own] + [flag for flag, ours in SAME.items() if ours == option]
 
 
 def _full_name(word: str, takes_value: Collection[str]) -> str:

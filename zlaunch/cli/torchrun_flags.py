@@ -23,7 +23,7 @@ from zlaunch.launchers.registry import LOCAL
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.plan.options import DEFAULT_HOSTFILE
 
-_SAME = {
+SAME = {
     "num_machines": "num_nodes",
     "machine_rank": "node_rank",
     "main_process_ip": "master_addr",
@@ -36,7 +36,7 @@ _SAME = {
 """Flag -> zlaunch's name for it."""
 _GROUP = "torchrun's and accelerate's names"
 _HELP = {
-    **{flag: f"Same as --{option}." for flag, option in _SAME.items()},
+    **{flag: f"Same as --{option}." for flag, option in SAME.items()},
     "nnodes": "Same as --num_nodes.",
     "nproc_per_node": "Same as --num_gpus; also gpu, cpu or auto.",
     "num_processes": "Workers on all nodes together.",
@@ -262,7 +262,7 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
         out["log_ranks"] = "all"
     if all(value in (None, False) for value in flags.values()):
         return out
-    for flag, option in _SAME.items():
+    for flag, option in SAME.items():
         _take(out, option, flags[flag], f"--{flag} {flags[flag]}")
     _take(out, "num_nodes", _nodes(flags["nnodes"]), f"--nnodes {flags['nnodes']}")
     if flags["rdzv_endpoint"] is not None:

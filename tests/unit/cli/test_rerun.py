@@ -98,6 +98,14 @@ def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     assert code == 2 and "--dry_run goes before RUN" in err
 
 
+@pytest.mark.parametrize("flag", ["--run_dir", "--enable-each-rank-log", "--log_dir", "--log-dir", "--log_di"])
+def test_a_new_run_does_not_get_the_folder_of_the_old_one(scene: Scene, flag: str) -> None:
+    for given in ([flag, "runs/tr"], [f"{flag}=runs/tr"]):
+        line = ["--standalone", "--nproc_per_node", "1", *given, "train.py", "--log_dir", "own"]
+        _, out, err = scene.rerun(command=line)
+        assert out.endswith("\nzlaunch --standalone --nproc_per_node 1 train.py --log_dir own\n"), err
+
+
 def test_the_run_is_started_with_its_options_in_its_folder(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
