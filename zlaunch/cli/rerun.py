@@ -15,6 +15,7 @@ from zlaunch.cli.commands import RUN, SETTINGS, Command
 from zlaunch.errors import LaunchError
 from zlaunch.plan.options import python_there
 from zlaunch.plan.plan import NOT_SHOWN
+from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.supervisor.provenance import PROVENANCE, VERSION
@@ -99,8 +100,18 @@ def _read(run: FoundRun) -> _Recorded:
     if known.get("version") != VERSION and "version" in known:
         raise LaunchError(f"{run.path / PROVENANCE}: use zlaunch {known.get('zlaunch')}, which wrote it")
     if not _is_line(words) or not isinstance(cwd, str):
-        raise LaunchError(f"{run.path / PROVENANCE} cannot be read")
+        raise LaunchError(f"{run.path / PROVENANCE} cannot be read{_why_unread(run.path)}")
     return _Recorded(tuple(words or ()), cwd, known)
+
+
+def _why_unread(run_dir: Path) -> str:
+    """Return why the record cannot be opened; empty where it can."""
+    try:
+        with Folder(run_dir) as folder:
+            folder.open(PROVENANCE).close()
+    except OSError as error:
+        return f": {error.strerror}"
+    return ""
 
 
 def _is_line(words: Any) -> bool:
@@ -162,8 +173,8 @@ def _check(name: str, folder: Path, recorded: _Recorded, line: _Line) -> None:
             f"{name}: the secrets of its command line are not recorded: {', '.join(secret)}. "
             f"Fill them in and run it yourself: cd {shlex.quote(recorded.cwd)} && {full}"
         )
-    for option in _FILES:
-        path = line.given[option]
+    for option in (each for option in _FILES for each in _names(option)):
+        path = line.given.get(option)
         if path not in (None, "None") and not os.path.exists(path):
             raise LaunchError(f"{name} used --{option} {path}, which is gone from {recorded.cwd}")
     workdir = line.given["workdir"] or recorded.cwd

@@ -131,6 +131,8 @@ def test_what_is_missing_is_named(scene: Scene) -> None:
     assert scene.refusal(cwd="/gone") == f"{NAME} ran in /gone, which is gone\n"
     said = scene.refusal("-H", "hosts", "train.py")
     assert said == f"{NAME} used --hostfile hosts, which is gone from {scene.folder}\n"
+    said = scene.refusal("--deepspeed_hostfile", "hosts", "train.py")
+    assert said == f"{NAME} used --deepspeed_hostfile hosts, which is gone from {scene.folder}\n"
     secret = ["--env=HF_TOKEN=(not shown)", "train.py", "--api_key", "(not shown)"]
     said = scene.refusal(*secret)
     assert "are not recorded: --env=HF_TOKEN=(not shown), --api_key. Fill them in" in said
@@ -143,6 +145,12 @@ def test_what_is_missing_is_named(scene: Scene) -> None:
     scene.script.unlink()
     copy = scene.run_dir / "script_copy.py"
     assert scene.refusal() == f"{NAME} ran the script {scene.script}, which is gone; its copy is {copy}\n"
+
+
+def test_a_record_that_cannot_be_opened_says_why(scene: Scene) -> None:
+    (scene.run_dir / "provenance.json").mkdir()  # root may read any file
+    assert main(["rerun", "base"]) == 2
+    assert f"{NAME}/provenance.json cannot be read: is not a file" in scene.capsys.readouterr().err
 
 
 def test_each_difference_is_one_line(scene: Scene) -> None:
