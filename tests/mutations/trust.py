@@ -69,6 +69,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/unit/supervisor/test_git_state.py",),
     ),
     Mutation(
+        "zlaunch/supervisor/code_changes.py",
+        "if _hash(Path(now.root, name)) != hashes[name]]",
+        "if not _hash(Path(now.root, name))]",
+        "a rerun does not see that an untracked file has changed",
+        ("tests/unit/cli/test_rerun.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/file_hash.py",
+        "            left -= size\n",
+        "",
+        "the untracked files of a run are hashed without a limit",
+        ("tests/unit/supervisor/test_provenance.py",),
+    ),
+    Mutation(
         "zlaunch/supervisor/code_state.py",
         '    text, secrets = redact(script["text"], values)\n',
         '    text, secrets = script["text"], 0\n',

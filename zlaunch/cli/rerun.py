@@ -40,7 +40,7 @@ def rerun(dry_run: bool, run: str, more: tuple[str, ...]) -> int:
 
     The new run gets a folder of its own, and starts at once even if RUN was queued. Environment variables are
     those of this shell. A warning names each difference in the git commit, the uncommitted changes, the
-    packages and the script.
+    untracked files, the packages and the script.
     """
     if any(word.replace("-", "_") == "__dry_run" for word in more):
         raise click.UsageError("--dry_run goes before RUN: everything after RUN goes to the script")
@@ -173,7 +173,7 @@ def _check(name: str, folder: Path, recorded: _Recorded, line: _Line) -> None:
             f"{name}: the secrets of its command line are not recorded: {', '.join(secret)}. "
             f"Fill them in and run it yourself: cd {shlex.quote(recorded.cwd)} && {full}"
         )
-    for option in (each for option in _FILES for each in _names(option)):
+    for option in (name for file in _FILES for name in _names(file)):
         path = line.given.get(option)
         if path not in (None, "None") and not os.path.exists(path):
             raise LaunchError(f"{name} used --{option} {path}, which is gone from {recorded.cwd}")

@@ -6,20 +6,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.code_state import DIFF
-from zlaunch.supervisor.git_state import read_git
-from zlaunch.supervisor.provenance import PACKAGES, script_hash
+from zlaunch.supervisor.file_hash import MOST_FILE_BYTES, file_hash
+from zlaunch.supervisor.found_runs import DEFAULT_FOLDER
+from zlaunch.supervisor.git_state import MOST_DIFF_BYTES, GitState, read_git
+from zlaunch.supervisor.provenance import PACKAGES
 from zlaunch.supervisor.redact import redact, secret_values
 from zlaunch.system.processes import python_module_argv
 
 _ASK_S = 30.0
 _SHOWN_HASH = 10
 _MOST_NAMED = 3
+_BYTECODE = "__pycache__"
 
 
 def find_changes(run_dir: Path, known: Mapping[str, Any], python: str) -> Iterator[str]:
@@ -45,7 +48,7 @@ def _script_changes(run_dir: Path, then: Mapping[str, Any]) -> Iterator[str]:
         yield f"script not compared: {then.get('why')}"
         return
     try:
-        is_same = script_hash(Path(path)) == known
+        is_same = file_hash(Path(path)) == known
     except OSError as error:
         yield f"script not compared: {path}: {error.strerror}"
         return
@@ -70,6 +73,72 @@ def _git_changes(run_dir: Path, then: Mapping[str, Any]) -> Iterator[str]:
         yield f"uncommitted changes not compared: {then.get('why') or now.why}"
     elif then["diff_sha256"] != now.diff_hash:
         yield f"the uncommitted changes differ from {run_dir / DIFF}"
+    elif then.get("diff_is_cut") or now.is_cut:
+        yield f"uncommitted changes not compared after the first {MOST_DIFF_BYTES // 1_000_000} MB"
+    if now.dirty_submodules:
+        yield f"uncommitted changes in submodules not compared: {_some(now.dirty_submodules)}"
+    if now.diff is not None:
+        yield from _untracked_changes(run_dir, then, now)
+
+
+def _untracked_changes(run_dir: Path, then: Mapping[str, Any], now: GitState) -> Iterator[str]:
+    listed = then.get("untracked")
+    hashes = then.get("untracked_sha256")
+    hashes = hashes if isinstance(hashes, dict) else {}
+    if not isinstance(listed, list):
+        listed = []
+        why: Any = "the record does not have them"
+    else:
+        why = now.why or (then.get("why") if not listed else "")
+    if why:
+        yield f"untracked files not compared: {why}"
+        return
+    before = _of_code(listed, run_dir, now.root)
+    after = _of_code(now.untracked, run_dir, now.root)
+    are_cut = ((listed, then.get("untracked_not_listed")), (now.untracked, now.not_listed))
+    if cut := [names for names, is_cut in are_cut if is_cut and names]:
+        last = min(names[-1] for names in cut)  # others have no names behind it
+        before = {name for name in before if name <= last}
+        after = {name for name in after if name <= last}
+        yield f"untracked files not compared: those after {_shown(last)}"
+    both = before & after
+    changed = [name for name in both & hashes.keys() if _hash(Path(now.root, name)) != hashes[name]]
+    found = (("changed", changed), ("new", after - before), ("gone", before - after))
+    if any(names for _, names in found):
+        said = "; ".join(f"{what} {_some(names)}" for what, names in found if names)
+        yield f"untracked files differ: {said}"
+    if unknown := both - hashes.keys():
+        yield f"contents of untracked files not compared: {_some(unknown)}"
+
+
+def _of_code(names: Iterable[str], run_dir: Path, root: str) -> set[str]:
+    """Leave out what runs write: their folders, and bytecode."""
+    own = [os.path.realpath(folder) for folder in (run_dir, DEFAULT_FOLDER)]
+    paths = {name: Path(root, name) for name in names}
+    return {
+        name
+        for name, path in paths.items()
+        if path.name != _BYTECODE and not any(path.is_relative_to(folder) for folder in own)
+    }
+
+
+def _hash(path: Path) -> str:
+    """Return the hash of a file; empty for one that is not as those that are recorded."""
+    try:
+        return file_hash(path, MOST_FILE_BYTES)
+    except OSError:
+        return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    """Name a few, first those of Python files."""
+    known = sorted(names, key=lambda name: (not name.endswith(".py"), name))
+    more = [f"{len(known) - _MOST_NAMED} more"] if len(known) > _MOST_NAMED else []
+    return ", ".join([*map(_shown, known[:_MOST_NAMED]), *more])
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() else repr(name)
 
 
 def _package_changes(run_dir: Path, then: Mapping[str, Any], python: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.runtime.trust import Folder
+from zlaunch.supervisor.file_hash import hash_files
 from zlaunch.supervisor.git_state import MOST_DIFF_BYTES, GitState, read_git
 from zlaunch.supervisor.redact import redact, secret_values
 from zlaunch.system.processes import die_with_parent
@@ -56,6 +57,8 @@ def _write_git(folder: Folder, state: GitState, values: Sequence[str]) -> dict[s
         "why": state.why,
         "untracked": state.untracked,
         "untracked_not_listed": state.not_listed,
+        "untracked_sha256": hash_files(Path(state.root), state.untracked),
+        "dirty_submodules": state.dirty_submodules,
     }
     if state.diff is None:
         return about
@@ -75,6 +78,8 @@ def _remarks(state: GitState, secrets: int) -> Iterator[str]:
         yield f"cut after {MOST_DIFF_BYTES // 1_000_000} MB: the rest of the diff is missing"
     if secrets:
         yield f"secrets replaced by (not shown): {secrets}"
+    for name in state.dirty_submodules:
+        yield f"submodule with uncommitted changes, not in this diff: {name!r}"
     for name in state.untracked:
         yield f"untracked, not in this diff: {name!r}"
     if state.not_listed:

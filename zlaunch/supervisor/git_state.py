@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -42,6 +43,11 @@ _DIFF = (
     "--src-prefix=a/",
     "--dst-prefix=b/",
 )
+_DIRTY_SUBMODULE = re.compile(
+    rb'^\+\+\+ "?b/([^\n\t]+?)"?\t?\n@@ [^\n]* @@\n'
+    rb"(?:-Subproject commit [^\n]*\n)?\+Subproject commit [0-9a-f]+-dirty$",
+    re.MULTILINE,
+)
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 _QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
 
@@ -71,6 +77,11 @@ class GitState:
     def diff_hash(self) -> str:
         """Return a hash of the diff; empty where it is not known."""
         return "" if self.diff is None else hashlib.sha256(self.diff).hexdigest()
+
+    @property
+    def dirty_submodules(self) -> tuple[str, ...]:
+        """Return the submodules with uncommitted changes, which the diff names and does not have."""
+        return tuple(os.fsdecode(name) for name in _DIRTY_SUBMODULE.findall(self.diff or b""))
 
 
 def read_git(folder: Path, timeout_s: float) -> GitState:

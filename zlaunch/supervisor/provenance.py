@@ -199,11 +199,6 @@ def script_of(program: Program, workdir: str) -> Path | None:
         return None
 
 
-def script_hash(path: Path) -> str:
-    """Return a hash of a script. Raises OSError."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _read_script(path: Path | None) -> tuple[dict[str, str] | None, dict[str, Any]]:
     """Return the script for its copy, None for one that is not copied; and what the record has of it."""
     if path is None:

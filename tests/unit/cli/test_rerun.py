@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,6 @@ class Scene:
         self.run_dir = write_run(folder / "runs", "2026-aaa", name="base")
         (self.run_dir / "packages.txt").write_text("".join(f"{line}\n" for line in list_packages()))
         (self.run_dir / "script_copy.py").write_text("lr = 1\n")
-        state = read_git(folder, 60.0)
         self.record: dict[str, Any] = {
             "version": 1,
             "command": ["--num_gpus", "2", "train.py", "--seed", "1"],
@@ -45,12 +46,21 @@ class Scene:
                 "sha256": hashlib.sha256(self.script.read_bytes()).hexdigest(),
                 "copy": "script_copy.py",
             },
-            "git": {
-                **{"folder": str(folder), "commit": state.commit, "why": ""},
-                **{"diff": "git.diff", "diff_sha256": state.diff_hash},
-            },
+            "git": self.git(),
             "packages": {"file": "packages.txt"},
         }
+
+    def git(self) -> dict[str, Any]:
+        """Return what a run that starts now records of git."""
+        request = {"parent": os.getpid(), "run_dir": str(self.run_dir), "code_folder": str(self.folder)}
+        done = subprocess.run(
+            [sys.executable, "-m", "zlaunch.supervisor.code_state"],
+            input=json.dumps({**request, "script": None}),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return {"folder": str(self.folder), "why": "", **json.loads(done.stdout)["git"]}
 
     def rerun(self, *arguments: str, **changes: Any) -> tuple[int, str, str]:
         """Rerun with a changed record; give the exit code and what is printed."""
@@ -98,7 +108,9 @@ def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     assert code == 2 and "--dry_run goes before RUN" in err
 
 
-@pytest.mark.parametrize("flag", ["--run_dir", "--enable-each-rank-log", "--log_dir", "--log-dir", "--log_di"])
+@pytest.mark.parametrize(
+    "flag", ["--run_dir", "--enable-each-rank-log", "--log_dir", "--log-dir", "--log_di"]
+)
 def test_a_new_run_does_not_get_the_folder_of_the_old_one(scene: Scene, flag: str) -> None:
     for given in ([flag, "runs/tr"], [f"{flag}=runs/tr"]):
         line = ["--standalone", "--nproc_per_node", "1", *given, "train.py", "--log_dir", "own"]
@@ -181,7 +193,79 @@ def test_what_cannot_be_compared_is_said(scene: Scene, tmp_path: Path) -> None:
         "git state not compared: not recorded: the run ended first",
         "packages not compared: not recorded: the run ended first",
     ]
+    assert "untracked files not compared: the record does not have them" in scene.warnings(
+        git={name: value for name, value in scene.record["git"].items() if name != "untracked"}
+    )
     gone = {"path": "/gone.py", "sha256": "x"}
     assert scene.warnings(script=gone)[0] == "script not compared: /gone.py: No such file or directory"
     none = {"folder": "/", "commit": "", "why": read_git(Path("/"), 60.0).why}
     assert scene.warnings(git=none)[0].startswith("packages"), "there was no repository, and there is none"
+
+
+def test_a_script_that_is_no_file_by_now_is_not_read(scene: Scene) -> None:
+    scene.script.unlink()
+    os.mkfifo(scene.script)
+    assert scene.warnings()[0] == f"script not compared: {scene.script}: is not a file"
+    scene.script.unlink()
+    scene.script.symlink_to("/dev/zero")
+    assert scene.warnings()[0] == f"script not compared: {scene.script}: is not a file"
+
+
+def test_untracked_files_are_compared(scene: Scene) -> None:
+    for name in ("helper.py", "old.py", "same.py"):
+        (scene.folder / name).write_text("x = 1\n")
+    (scene.folder / "long.bin").write_bytes(bytes(1_000_001))
+    (scene.folder / "parts").mkdir()
+    (scene.folder / "parts" / "one.py").touch()
+    (scene.folder / "zero").symlink_to("/dev/zero")
+    scene.record["git"] = scene.git()
+    unknown = "contents of untracked files not compared: long.bin, parts/, zero"
+    assert scene.warnings() == [unknown]
+    (scene.folder / "helper.py").write_text("x = 2\n")
+    (scene.folder / "old.py").unlink()
+    for name in ("a.txt", "b.txt", "c.txt", "new.py"):
+        (scene.folder / name).touch()
+    (scene.folder / "__pycache__").mkdir()
+    (scene.folder / "__pycache__" / "helper.pyc").touch()
+    differ = "untracked files differ: changed helper.py; new new.py, a.txt, b.txt, 1 more; gone old.py"
+    assert scene.warnings() == [differ, unknown]
+    older = {name: value for name, value in scene.record["git"].items() if name != "untracked_sha256"}
+    assert scene.warnings(git=older) == [
+        differ.replace("changed helper.py; ", ""),
+        "contents of untracked files not compared: helper.py, same.py, long.bin, 2 more",
+    ]
+    cut = {**scene.record["git"], "untracked": ["helper.py"], "untracked_not_listed": 5}
+    assert scene.warnings(git=cut) == [
+        "untracked files not compared: those after helper.py",
+        "untracked files differ: changed helper.py; new a.txt, b.txt, c.txt",
+    ]
+
+
+def test_folders_of_runs_are_no_code(scene: Scene) -> None:
+    (scene.folder / ".gitignore").unlink()
+    scene.record["git"] = {**scene.git(), "untracked": []}
+    assert scene.warnings() == []
+
+
+def test_what_a_diff_does_not_have_is_said(scene: Scene) -> None:
+    assert scene.warnings(git={**scene.record["git"], "diff_is_cut": True}) == [
+        "uncommitted changes not compared after the first 10 MB"
+    ]
+    source = scene.folder / "runs" / "source"
+    source.mkdir()
+    (source / "x.py").touch()
+    git(source, "init", "-q")
+    git(source, "add", ".")
+    git(source, "commit", "-qm", "first")
+    for name in ("sub", "my sub", "clean"):
+        git(scene.folder, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(source), name)
+    git(scene.folder, "commit", "-qm", "second")
+    git(scene.folder / "sub", "commit", "-q", "--allow-empty", "-m", "second")
+    (scene.folder / "sub" / "x.py").write_text("x = 1\n")
+    (scene.folder / "my sub" / "x.py").write_text("x = 1\n")
+    scene.record["git"] = scene.git()
+    assert scene.record["git"]["dirty_submodules"] == ["my sub", "sub"]
+    said = "# zlaunch: submodule with uncommitted changes, not in this diff: 'my sub'\n"
+    assert said in (scene.run_dir / "git.diff").read_text()
+    (scene.folder / "sub" / "x.py").write_text("x = 2\n")
+    assert scene.warnings() == ["uncommitted changes in submodules not compared: my sub, sub"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from tests.limits import wait_until
 from tests.unit.supervisor.test_git_state import git
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Program
+from zlaunch.supervisor import file_hash
 from zlaunch.supervisor import provenance as module
 from zlaunch.supervisor.provenance import Provenance, find_seed, version_in
 
@@ -173,6 +175,17 @@ def test_programs_that_are_no_script_or_cannot_be_copied(
     assert about("gone.py", "script")["why"] == "cannot be read here: No such file or directory"
     scene.script.write_bytes(bytes(1_000_001))
     assert about("train.py", "script")["why"] == "not copied: it has more than 1,000,000 bytes"
+
+
+def test_files_are_hashed_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_hash, "MOST_FILE_BYTES", 4)
+    monkeypatch.setattr(file_hash, "MOST_BYTES", 8)
+    for size in range(6):
+        (tmp_path / f"{size}").write_bytes(bytes(size))
+    os.mkfifo(tmp_path / "pipe")
+    hashes = file_hash.hash_files(tmp_path, ["5", "pipe", "gone", "4", "3", "2", "1", "0"])
+    assert list(hashes) == ["4", "3", "1", "0"], "5 is too long; 4, 3 and 2 are too many bytes"
+    assert hashes["4"] == hashlib.sha256(bytes(4)).hexdigest()
 
 
 @pytest.mark.parametrize(
