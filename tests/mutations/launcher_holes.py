@@ -625,6 +625,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/found_runs.py",
+        "        _check_is_one(text, folders[0], named)\n",
+        "",
+        "a command takes a run's folder for another run of this name",
+        ("tests/unit/supervisor/test_labels.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/found_runs.py",
         "        if not self.record.is_of_other_namespace:\n",
         "        if True:\n",
         "a run in a container of this host is gone",

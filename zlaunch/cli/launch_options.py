@@ -23,6 +23,10 @@ _OUTPUT = "Output"
 _SLURM = "SLURM"
 
 
+_TAKEN = ("last", "latest")
+"""Words for the newest run: the second is the link in the folder of runs."""
+
+
 def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> str | None:
     """Check a range of steps."""
     if text is None:
@@ -46,10 +50,10 @@ def _debugged(_context: click.Context, _option: click.Parameter, text: str | Non
 def _label(_context: click.Context, given: click.Parameter, value: Any) -> Any:
     """Check names and tags: tables, addresses and command lines show them as they are."""
     for text in value if isinstance(value, tuple) else () if value is None else (value,):
-        if not re.fullmatch(r"\w[\w@+.:=-]{0,63}", text, re.ASCII) or text == "last":
+        if not re.fullmatch(r"\w[\w@+.:=-]{0,63}", text, re.ASCII) or text in _TAKEN:
             raise click.BadParameter(
                 f"{text!r} is not a {given.name}: use up to 64 letters, digits and . _ - + : = @, "
-                "not `last`, and begin with a letter or digit"
+                "not `last` or `latest`, and begin with a letter or digit"
             )
     return value
 
@@ -220,7 +224,7 @@ LAUNCH = (
         "--name",
         metavar="NAME",
         callback=_label,
-        help="Name of the run. Commands accept it for the newest run with this name.",
+        help="Name of the run. Commands accept it for the newest run in runs/ with this name.",
     ),
     _output("--tag", multiple=True, metavar="TAG", callback=_label, help="Label of the run; repeatable."),
     _output(

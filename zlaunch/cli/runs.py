@@ -94,19 +94,18 @@ def _living(text: str, command: str) -> FoundRun:
 def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_json: bool) -> int:
     """List the runs in a folder, or the ranks of a run.  [default: runs]
 
-    `last` means the newest run, and a name of --name the newest run with it. You can shorten run names.
+    `last` means the newest run, and a name of --name the newest run in runs/ with it. You can shorten run
+    names.
 
     States: running, ended (with the exit code), gone (the launcher was killed), on HOST (the launcher is on
     another host, where you can see more).
     """
     if (yes and not clean) or (clean and (as_json or show_all)):
         raise click.UsageError("--yes needs --clean; --all and --json cannot be combined with it")
-    folder = meant(folder)
+    folder = folder if folder == DEFAULT_FOLDER else meant(folder)
     path = Path(folder)
-    if (
-        folder != DEFAULT_FOLDER
-        and not path.is_dir()
-        and os.path.lexists(Path(DEFAULT_FOLDER, folder, "launcher.json"))
+    if not os.path.lexists(path / "launcher.json") and os.path.lexists(
+        Path(DEFAULT_FOLDER, folder, "launcher.json")
     ):
         path = Path(DEFAULT_FOLDER, folder)
     known = run_record.read(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,7 +123,7 @@ def look_into(folder: Path) -> RunsOfFolder:
         known = run_record.read(path)
         if known is not None:
             found.append(FoundRun(str(path.relative_to(folder)), path, known))
-        elif not os.path.lexists(path / "launcher.json"):
+        elif not _has_record(path):
             continue  # it has just been removed
         elif why := why_refused(path):
             refused[path] = why
@@ -137,7 +137,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
     """Yield the folders in a folder, and those in them, that have a record. Others may vanish meanwhile."""
     for above in (folder, *_folders(folder)):
         for path in _folders(above):
-            if os.path.lexists(path / "launcher.json"):
+            if _has_record(path):
                 yield path
 
 
@@ -169,7 +169,7 @@ def find_run(text: str) -> FoundRun:
     for path in places:
         if inside := find_runs(path):
             raise LaunchError(f"{text!r} is a folder of runs: name one of them, such as {inside[-1].path}")
-        if os.path.lexists(path / "launcher.json"):
+        if _has_record(path):
             check_run_folder(path)
             raise LaunchError(f"{path / 'launcher.json'} cannot be read")
     if places[0].is_dir():
@@ -197,16 +197,24 @@ def meant(text: str) -> str:
     """Return the name or folder of the run that a word means.
 
     `last` is the newest run, and a name of `--name` the newest run that has it. A unique prefix of a folder's
-    name, or of the part after its last dash, is enough.
+    name, or of the part after its last dash, is enough. Files and folders without a record hide no run.
 
     Raises LaunchError where there is no run, or more than one.
     """
-    if any(path.exists() for path in (Path(text), Path(DEFAULT_FOLDER, text))):
+    places = (Path(text), Path(DEFAULT_FOLDER, text))
+    if "/" in text and any(path.exists() for path in places):
         return text
+    folders = [path for path in places if _has_record(path)]
     known = find_runs(Path(DEFAULT_FOLDER))
+    named = [run for run in known if text and run.record.name == text]
+    if folders:
+        _check_is_one(text, folders[0], named)
+        return text
     if text != "last":
-        if named := [run for run in known if text and run.record.name == text]:
+        if named:
             return str(named[-1].path)
+        if any(find_runs(path) for path in places):
+            return text  # a folder of runs
         found = [
             run
             for run in known
@@ -219,6 +227,19 @@ def meant(text: str) -> str:
     if not known:
         raise LaunchError(f"last: no runs in {Path(DEFAULT_FOLDER).absolute()}: name the folder of a run")
     return str(known[-1].path)
+
+
+def _has_record(path: Path) -> bool:
+    return os.path.lexists(path / "launcher.json")
+
+
+def _check_is_one(text: str, folder: Path, named: Sequence[FoundRun]) -> None:
+    """Raise LaunchError where a run's folder has the name that another run was given."""
+    if named and os.path.realpath(named[-1].path) != os.path.realpath(folder):
+        where = f"./{folder}" if folder.parent == Path() else str(folder)
+        raise LaunchError(
+            f"{text!r} is the folder of one run and the name of another: use {where} or {named[-1].path}"
+        )
 
 
 def own_pids(run: FoundRun) -> list[int]:

@@ -38,6 +38,39 @@ def test_a_name_means_the_newest_run_that_has_it(runs: Path) -> None:
         find_run(meant("baselin"))
 
 
+def test_files_and_folders_that_are_no_run_hide_none(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, label in (("2026-aaa", "data"), ("2026-bbb", "hi.py"), ("2026-ccc", "runs"), ("old-ddd", "")):
+        write_run(runs, name, name=label)
+    for name in ("data", "2026-ccc", "old"):
+        (runs.parent / name).mkdir()
+    (runs.parent / "hi.py").touch()
+    assert find_run(meant("data")).path == Path("runs/2026-aaa")
+    assert find_run(meant("hi.py")).path == Path("runs/2026-bbb")
+    assert find_run(meant("runs")).path == find_run(meant("2026-ccc")).path == Path("runs/2026-ccc")
+    assert meant("old") == "runs/old-ddd"
+    assert meant("./data") == "./data", "a word with a slash is a path"
+    assert main(["ps", "2026-ccc"]) == 0 and "2026-ccc (runs): ended 0" in capsys.readouterr().out
+    assert main(["ps", "--all"]) == 0 and "old-ddd" in capsys.readouterr().out, "the folder is the default"
+    write_run(runs.parent / "old", "2025-eee")
+    assert meant("old") == "old", "a folder of runs, before the beginning of a name"
+    write_run(runs.parent / "old", "2025-fff", name="elsewhere")
+    with pytest.raises(LaunchError, match="no run 'elsewhere'"):
+        find_run(meant("elsewhere"))
+
+
+def test_a_folder_with_the_name_of_another_run_is_ambiguous(runs: Path) -> None:
+    write_run(runs, "base", name="base", started=STARTED)
+    assert meant("base") == "base", "its own name"
+    write_run(runs, "2026-bbb", name="base", started=STARTED + 9)
+    with pytest.raises(LaunchError, match="and the name of another: use runs/base or runs/2026-bbb"):
+        meant("base")
+    assert meant("runs/base") == "runs/base"
+    write_run(runs.parent, "own")
+    write_run(runs, "2026-ccc", name="own", started=STARTED + 10)
+    with pytest.raises(LaunchError, match=r"use \./own or runs/2026-ccc"):
+        meant("own")
+
+
 def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:
     run_record.queued(str(tmp_path), "id", ["n1"], 1, ["x.py"], Labels("nightly", ("a", "b")))
     run_record.begun(str(tmp_path), "id", ["n1"], 1, 1)  # as an attempt begins
@@ -49,7 +82,7 @@ def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:
     assert record is not None and record.label == ""
 
 
-@pytest.mark.parametrize("word", ["", "last", "-x", "a b", "a/b", "x" * 65, "é", "a\n"])
+@pytest.mark.parametrize("word", ["", "last", "latest", "-x", "a b", "a/b", "x" * 65, "é", "a\n"])
 @pytest.mark.parametrize("option", ["name", "tag"])
 def test_what_is_no_label_is_refused(
     runs: Path, word: str, option: str, capsys: pytest.CaptureFixture[str]
