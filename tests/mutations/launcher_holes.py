@@ -179,7 +179,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("zlaunch/plan/plan.py", "|COOKIE|", "|", "values of COOKIE are shown", _REDACT),
     Mutation("zlaunch/plan/plan.py", "|PASSPHRASE|", "|", "values of PASSPHRASE are shown", _REDACT),
     Mutation("zlaunch/plan/plan.py", "(?:PG)?PASS(", "PASS(", "values of PGPASS are shown", _REDACT),
-    Mutation("zlaunch/plan/plan.py", "KEY(?![A-Z])|", "KEY|", "keyboard counts as a secret", _REDACT),
+    Mutation("zlaunch/plan/plan.py", "KEY(?![A-Z]){", "KEY{", "keyboard counts as a secret", _REDACT),
+    Mutation("zlaunch/plan/plan.py", "(?<![A-Z]){before}KEY", "{before}KEY", "commonkey is shown", _REDACT),
     # -- a launcher that stood still
     Mutation(
         "zlaunch/supervisor/heartbeat.py",

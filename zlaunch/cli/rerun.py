@@ -14,7 +14,7 @@ import click
 from zlaunch.cli.commands import RUN, SETTINGS, Command
 from zlaunch.errors import LaunchError
 from zlaunch.plan.options import python_there
-from zlaunch.plan.plan import NOT_SHOWN
+from zlaunch.plan.plan import NOT_SHOWN, secret_word
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
@@ -161,13 +161,23 @@ def _full_name(word: str, takes_value: Collection[str]) -> str:
     return longer[0] if word.startswith("--") and name not in takes_value and len(longer) == 1 else name
 
 
+def _hidden(words: Sequence[str], at: int) -> str:
+    """Return which argument is not recorded as it was, and why."""
+    shown = words[at]
+    if shown == NOT_SHOWN:
+        before = words[max(0, at - 1)]
+        shown = before if before.startswith("-") else f"the argument after {before}"
+    if word := secret_word(shown.partition(NOT_SHOWN)[0]):
+        return f"{shown} (its name has {word!r})"
+    return f"{shown} (its value looks like a token, or a variable with a secret name has it)"
+
+
 def _check(name: str, folder: Path, recorded: _Recorded, line: _Line) -> None:
     """Refuse what cannot be run again. Raises LaunchError."""
     if line.given["module"] and line.command[:1] == (_FUNCTION_CALL,):
         raise LaunchError(f"{name} is a function that a Python program launched: run that program again")
     words = recorded.words
-    secret = [words[max(0, at - (word == NOT_SHOWN))] for at, word in enumerate(words) if NOT_SHOWN in word]
-    if secret:
+    if secret := [_hidden(words, at) for at, word in enumerate(words) if NOT_SHOWN in word]:
         full = shlex.join(["zlaunch", *line.options, *line.command])
         raise LaunchError(
             f"{name}: the secrets of its command line are not recorded: {', '.join(secret)}. "

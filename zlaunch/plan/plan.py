@@ -13,8 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+_PLAIN_KEYS = (
+    *("MON", "TUR", "DON", "HOC", "JOC", "WHIS"),
+    *("SORT[._-]", "DATASET[._-]TEXT[._-]", "LABEL[._-]", "PROMPT[._-]", "CHOSEN[._-]", "REJECTED[._-]"),
+)
+"""What makes of KEY another word, or the name of a column of a data set."""
+_NOT_PLAIN = "".join(rf"(?<!(?<![A-Z]){before}KEY)" for before in _PLAIN_KEYS)
 SECRET_WORDS = (
-    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR(?!IZATION))|KEY(?![A-Z])|"
+    r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR(?!IZATION))|"
+    rf"KEY(?![A-Z]){_NOT_PLAIN}|"
     r"(?<![A-Z])PAT(?![A-Z])|(?<![A-Z])(?:PG)?PASS(?![A-Z])|"
     r"(?<![A-Z])PW(?![A-Z])|WEBHOOK"
 )
@@ -27,9 +34,15 @@ LOCAL_HOST = "localhost"
 """In ZLAUNCH_DEBUG: the launcher is on the worker's node."""
 
 
+def secret_word(name: str) -> str:
+    """Return the word in the name of a variable or option that makes its value secret; empty without one."""
+    found = re.search(SECRET_WORDS, name, re.IGNORECASE)
+    return found[0] if found else ""
+
+
 def is_secret(name: str) -> bool:
     """Tell by the name of a variable or option whether its value is secret."""
-    return re.search(SECRET_WORDS, name, re.IGNORECASE) is not None
+    return bool(secret_word(name))
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -147,8 +147,15 @@ def test_what_is_missing_is_named(scene: Scene) -> None:
     assert said == f"{NAME} used --deepspeed_hostfile hosts, which is gone from {scene.folder}\n"
     secret = ["--env=HF_TOKEN=(not shown)", "train.py", "--api_key", "(not shown)"]
     said = scene.refusal(*secret)
-    assert "are not recorded: --env=HF_TOKEN=(not shown), --api_key. Fill them in" in said
+    assert (
+        "are not recorded: --env=HF_TOKEN=(not shown) (its name has 'TOKEN'), "
+        "--api_key (its name has 'key'). Fill them in" in said
+    )
     assert f"cd {scene.folder} && zlaunch '--env=HF_TOKEN=(not shown)' train.py" in said
+    said = scene.refusal("train.py", "(not shown)", "--model", "(not shown)", "s3://(not shown)@host/pass")
+    why = "(its value looks like a token, or a variable with a secret name has it)"
+    places = ("the argument after train.py", "--model", "s3://(not shown)@host/pass")
+    assert f"are not recorded: {', '.join(f'{place} {why}' for place in places)}. Fill them in" in said
     assert "is a function that a Python program" in scene.refusal("-m", "zlaunch.node.function_call", "x")
     assert "No such option" in scene.refusal("--gone", "train.py")
     assert "use zlaunch 9.0, which wrote it" in scene.refusal(version=2, zlaunch="9.0")

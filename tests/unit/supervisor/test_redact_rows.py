@@ -48,7 +48,7 @@ NAMES = {
     "CREDENTIAL": ("GOOGLE_APPLICATION_CREDENTIALS", "credential"),
     "COOKIE": ("SESSION_COOKIE", "cookies"),
     "AUTH": ("NPM_AUTH", "authorization", "basic-auth"),
-    "KEY": ("WANDB_API_KEY", "api-key", "key"),
+    "KEY": ("WANDB_API_KEY", "api-key", "key", "apikey", "AccountKey", "mon_key", "commonkey", "text_key"),
     "PAT": ("GITHUB_PAT", "pat", "MY_PAT_1"),
     "PASS": ("PASS", "SMTP_PASS", "PGPASS", "my_pgpass"),
     "PW": ("DB_PW", "pw", "admin-pw"),
@@ -66,6 +66,8 @@ PLAIN = (
         "PATH",
         "pattern",
     ),
+    *("monkey", "my.turkey", "HOCKEY", "sort_key", "sort-key", "dataset_text_key", "data.label_key"),
+    *("prompt_key", "chosen_key", "rejected_key"),
     *("PWD", "OLDPWD", "PYTHONPATH", "bypass", "PASSES", "compassion", "SPATIAL", "LD_LIBRARY_PATH"),
 )
 """Names with letters of secret words in them."""
