@@ -35,8 +35,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/run_record.py",
-        "        with Folder(path.parent) as folder:\n            file = folder.path / path.name\n",
-        "        if True:\n            file = path\n",
+        "        with Folder(path.parent) as folder, folder.open(path.name) as file:\n",
+        "        with open(path, \"rb\") as file:\n",
         "`zlaunch stop` kills what a forged record names",
         ("tests/unit/supervisor/test_foreign_runs.py",),
     ),
