@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from .checkpoint.trainer_checkpoints import newest_complete, output_dir_of
+from .checkpoint.format.tensor_file import CheckpointError
+from .checkpoint.trainer_checkpoints import is_checkpoint, is_output_dir, newest_complete, problem_of
 from .environment import Environment, read_environment
 from .log import warn
 
@@ -49,15 +50,22 @@ def resume_dir(default: str | None = None) -> str | None:
     job was requeued. ``default`` is for all other runs: a folder that is taken if it has a checkpoint.
 
     With a Hugging Face Trainer, ``trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))``
-    resumes from the newest complete ``checkpoint-N``. Newer incomplete ones cause a warning.
+    resumes from the newest complete ``checkpoint-N``. Newer incomplete ones cause a warning. After a restart,
+    a ``checkpoint-N`` beyond the last one that this run has saved does not count.
 
     Raises:
         RuntimeError: This is a trial of a sweep, and ``default`` has a checkpoint of another trial.
+        CheckpointError: ``default`` is a Trainer's ``checkpoint-N``, and incomplete.
     """
     environment = read_environment()
-    for place in (environment.resume_dir, default):
-        if place is not None and (output_dir := output_dir_of(Path(place).expanduser())) is not None:
-            return _of_trainer(output_dir, environment)
+    saved = None if environment.resume_dir is None else Path(environment.resume_dir).expanduser()
+    given = None if default is None else Path(default).expanduser()
+    if saved is not None and (is_checkpoint(saved) or is_output_dir(saved)):
+        return _newest_of_trainer(saved, environment)
+    if given is not None and is_checkpoint(given):
+        return _complete(given, environment)
+    if given is not None and is_output_dir(given):
+        return _newest_of_trainer(given, environment)
     if environment.resume_dir is not None or default is None:
         return environment.resume_dir
     folder = os.path.expanduser(default)
@@ -68,8 +76,18 @@ def resume_dir(default: str | None = None) -> str | None:
     return folder
 
 
-def _of_trainer(output_dir: Path, environment: Environment) -> str | None:
-    chosen, problems = newest_complete(output_dir)
+def _complete(path: Path, environment: Environment) -> str:
+    if (problem := problem_of(path)) is not None:
+        raise CheckpointError(
+            f"resume_dir: {path} is incomplete ({problem}): pass {path.parent} to resume from the newest "
+            "complete checkpoint in it"
+        )
+    _refuse_anothers(str(path), environment.run_dir)
+    return str(path)
+
+
+def _newest_of_trainer(folder: Path, environment: Environment) -> str | None:
+    chosen, problems = newest_complete(folder)
     if environment.rank == 0:
         instead = "a new run" if chosen is None else chosen.name
         for problem in problems:

@@ -27,30 +27,42 @@ _ZIPS = re.compile(
 """Files that the Trainer writes with torch.save."""
 
 
-def output_dir_of(folder: Path) -> Path | None:
-    """Return the Trainer's output_dir if ``folder`` is one or a ``checkpoint-N`` in it, else None."""
-    if _is_of_trainer(folder):
-        return folder.parent
-    return folder if any(_is_of_trainer(path) for path in folder.glob("checkpoint-*")) else None
+def is_output_dir(folder: Path) -> bool:
+    """Tell whether ``folder`` has a Trainer's ``checkpoint-N`` in it."""
+    return any(is_checkpoint(path) for path in folder.glob("checkpoint-*"))
 
 
-def newest_complete(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """Find the complete ``checkpoint-N`` with the largest N, and say what is wrong with newer ones."""
+def is_checkpoint(folder: Path) -> bool:
+    """Tell whether ``folder`` is a Trainer's ``checkpoint-N``, complete or not."""
+    named = TRAINER_FOLDER.fullmatch(folder.name) is not None
+    return named and any((folder / name).exists() for name in _TRACES)
+
+
+def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
+    """Find the complete ``checkpoint-N`` with the largest N, and say what is wrong with newer ones.
+
+    Args:
+        folder: The Trainer's output_dir, or a ``checkpoint-K`` in it: then only N <= K count. Larger ones are
+            of another run, which has used the same output_dir.
+    """
     problems: list[str] = []
-    found = [path for path in output_dir.glob("checkpoint-*") if _is_of_trainer(path)]
-    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
-        problem = _problem(path)
+    output_dir, last = (folder.parent, _step(folder)) if is_checkpoint(folder) else (folder, None)
+    found = [path for path in output_dir.glob("checkpoint-*") if is_checkpoint(path)]
+    for path in sorted(found, key=_step, reverse=True):
+        if last is not None and _step(path) > last:
+            continue
+        problem = problem_of(path)
         if problem is None:
             return path, problems
         problems.append(f"{path}: is incomplete ({problem})")
     return None, problems
 
 
-def _is_of_trainer(path: Path) -> bool:
-    return TRAINER_FOLDER.fullmatch(path.name) is not None and any((path / name).exists() for name in _TRACES)
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
-def _problem(path: Path) -> str | None:
+def problem_of(path: Path) -> str | None:
     """Say what keeps the Trainer from resuming here; None for a complete folder. See Note [Complete]."""
     try:
         json.loads((path / _STATE).read_text(encoding="utf-8"))

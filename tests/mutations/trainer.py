@@ -13,6 +13,13 @@ MUTATIONS = (
         ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
     ),
     Mutation(
+        "runtime/checkpoint/trainer_checkpoints.py",
+        "if last is not None and _step(path) > last:",
+        "if False:",
+        "a restart resumes from a checkpoint that another run has left in the same output_dir",
+        ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
+    ),
+    Mutation(
         "runtime/step_losses.py",
         "self._count = 1 if is_share else self._count + 1",
         "self._count += 1",

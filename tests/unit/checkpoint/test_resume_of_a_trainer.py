@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,32 @@ def test_a_restart_takes_a_complete_one_instead_of_where_the_engine_has_saved(
     assert zlaunch.resume_dir() == zlaunch.resume_dir(str(tmp_path / "out")) == str(interrupted)
     without("trainer_state.json")(interrupted)
     assert zlaunch.resume_dir() == zlaunch.resume_dir(str(tmp_path / "out")) == str(complete)
+
+
+def test_a_restart_stays_with_the_checkpoints_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, saved, other = (lay_out(tmp_path, step, engine=False) for step in (2, 4, 6))
+    without("trainer_state.json")(lay_out(tmp_path, 8, engine=False))
+    monkeypatch.setenv("ZLAUNCH_RESUME_DIR", str(saved))
+    given = (None, str(tmp_path), str(start), str(other))
+    assert [zlaunch.resume_dir(each) for each in given] == [str(saved)] * 4
+    assert not capsys.readouterr().out, "what another run has left is no reason for a warning"
+    without("trainer_state.json")(saved)
+    assert zlaunch.resume_dir(str(tmp_path)) == str(start)
+    assert (
+        "checkpoint-4: is incomplete (no trainer_state.json): using checkpoint-2" in capsys.readouterr().out
+    )
+
+
+def test_a_checkpoint_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
+    named = lay_out(tmp_path, 2, engine=False)
+    lay_out(tmp_path, 6, engine=False)
+    assert zlaunch.resume_dir(str(named)) == str(named)
+    cut("optimizer.pt")(named)
+    refused = f"{named} is incomplete (optimizer.pt is cut off): pass {tmp_path} to resume from the newest"
+    with pytest.raises(zlaunch.CheckpointError, match=re.escape(refused)):
+        zlaunch.resume_dir(str(named))
 
 
 def test_a_loop_that_names_its_folders_likewise_is_no_trainer(
