@@ -5,7 +5,8 @@ The Trainer writes ``OUTPUT_DIR/checkpoint-N`` file by file: the model, the engi
 optimizer), the random states of all ranks, and ``trainer_state.json`` last. A process that is killed then
 leaves a folder from which the Trainer cannot resume: each restart would fail in the same way.
 A folder is complete if it has the last file, what comes before it, and if each file has its end: torch.save
-writes an archive whose index is at the end, and safetensors files name their length at the start.
+writes an archive whose index is at the end, and safetensors files name their length at the start. Weights are
+needed where no engine's checkpoint has them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from .format.manifest import LATEST, TRAINER_FOLDER, candidates, find, looks_whole
@@ -25,6 +27,12 @@ _ZIPS = re.compile(
     r"(rng_state|optimizer|scheduler|scaler|training_args|pytorch_model|adapter_model).*\.(pt|pth|bin)"
 )
 """Files that the Trainer writes with torch.save."""
+_WEIGHTS = re.compile(r"((adapter_)?model\.safetensors|(pytorch|adapter)_model\.bin|pytorch_model_fsdp\.bin)")
+_WEIGHTS_IN_FOLDERS = ("pytorch_model_fsdp_*/", "*/adapter_model.*")
+_INDEX = ".index.json"
+"""Ends the name of the file that lists the files of weights in several ones."""
+_BAD_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading JSON raises that is damaged, or has another structure."""
 
 
 def is_output_dir(folder: Path) -> bool:
@@ -65,40 +73,67 @@ def _step(folder: Path) -> int:
 def problem_of(path: Path) -> str | None:
     """Say what keeps the Trainer from resuming here; None for a complete folder. See Note [Complete]."""
     try:
-        json.loads((path / _STATE).read_text(encoding="utf-8"))
-        files = [file for file in path.iterdir() if file.is_file()]
-        cut = next((file.name for file in files if not _has_end(file)), None)
-    except FileNotFoundError:
+        names = sorted(file.name for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        return str(error)
+    if _STATE not in names:
         return f"no {_STATE}"
-    except (OSError, ValueError) as error:
-        return f"{_STATE}: {error}"
-    if cut is not None:
-        return f"{cut} is cut off"
-    if not any(re.fullmatch(r"rng_state(_\d+)?\.pth", file.name) for file in files):
+    problems = (_problem_of_file(path / name) for name in names)
+    if (damage := next((problem for problem in problems if problem is not None), None)) is not None:
+        return damage
+    if not any(re.fullmatch(r"rng_state(_\d+)?\.pth", name) for name in names):
         return "no rng_state: saved with save_only_model, or interrupted"
-    if (path / LATEST).exists():
-        try:
-            inner = find(path)
-        except CheckpointError as error:
-            return str(error)
-        if inner is None or not looks_whole(inner):
-            return f"{path.name}/{(path / LATEST).read_text().strip()} is damaged"
-    elif candidates(path) or not list(path.glob("optimizer*")):
+    try:
+        inner = find(path) if LATEST in names else None
+    except CheckpointError as error:
+        return str(error)
+    if inner is not None:
+        return None if looks_whole(inner) else f"{path.name}/{inner.name} is damaged"
+    if candidates(path) or not list(path.glob("optimizer*")):
         return f"no optimizer state, and no file {LATEST}"
+    return _problem_of_weights(path, names)
+
+
+def _problem_of_weights(path: Path, names: Sequence[str]) -> str | None:
+    """Say which weights are missing where the Trainer, without an engine, loads them itself."""
+    indices = [name for name in names if name.endswith(_INDEX)]
+    for index in indices:
+        try:
+            shards = sorted(set(json.loads((path / index).read_bytes())["weight_map"].values()))
+            missing = next((shard for shard in shards if not (path / shard).is_file()), None)
+        except _BAD_JSON:
+            return f"{index} is damaged"
+        if missing is not None:
+            return f"no {missing}, which {index} names"
+    is_there = indices or any(_WEIGHTS.fullmatch(name) for name in names)
+    if not is_there and not any(any(path.glob(pattern)) for pattern in _WEIGHTS_IN_FOLDERS):
+        return "no weights, such as model.safetensors"
     return None
 
 
-def _has_end(file: Path) -> bool:
-    """Tell whether the file is as long as it says; true for kinds that do not say."""
-    if _ZIPS.fullmatch(file.name):
-        return zipfile.is_zipfile(file)
-    if file.suffix != ".safetensors":
-        return True
+def _problem_of_file(file: Path) -> str | None:
+    """Say that the file is shorter than it says, or unreadable; None for kinds that do not say."""
+    try:
+        if file.name == _STATE:
+            json.loads(file.read_text(encoding="utf-8"))
+        if _ZIPS.fullmatch(file.name) and not zipfile.is_zipfile(file):
+            return f"{file.name} is cut off"
+        return _problem_of_safetensors(file) if file.suffix == ".safetensors" else None
+    except (OSError, ValueError) as error:
+        return f"{file.name}: {error}"
+
+
+def _problem_of_safetensors(file: Path) -> str | None:
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         size = file.stat().st_size
         if not 2 <= length <= size - 8:
-            return False
-        header = json.loads(opened.read(length))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + length + max(ends, default=0) == size
+            return f"{file.name} is cut off"
+        header = opened.read(length)
+    try:
+        entries = json.loads(header).items()
+        ends = [entry["data_offsets"][1] for name, entry in entries if name != "__metadata__"]
+        is_whole = 8 + length + max(ends, default=0) == size
+    except _BAD_JSON:
+        return f"{file.name} has a damaged header"
+    return None if is_whole else f"{file.name} is cut off"

@@ -7,8 +7,8 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = (
     Mutation(
         "runtime/checkpoint/trainer_checkpoints.py",
-        "return 8 + length + max(ends, default=0) == size",
-        "return True",
+        "is_whole = 8 + length + max(ends, default=0) == size",
+        "is_whole = True",
         "a Trainer resumes from weights that are cut off",
         ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
     ),
@@ -17,6 +17,13 @@ MUTATIONS = (
         "if last is not None and _step(path) > last:",
         "if False:",
         "a restart resumes from a checkpoint that another run has left in the same output_dir",
+        ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
+    ),
+    Mutation(
+        "runtime/checkpoint/trainer_checkpoints.py",
+        "return _problem_of_weights(path, names)",
+        "return None",
+        "a restart resumes from a checkpoint without weights",
         ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
     ),
     Mutation(

@@ -84,6 +84,91 @@ def test_an_incomplete_one_is_passed_over(
     assert "using a new run instead" in capsys.readouterr().out
 
 
+def write_index(folder: Path, text: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without("model.safetensors"), "no weights, such as model.safetensors"),
+        (lambda folder: write_index(folder, INDEX), "no model-2.safetensors, which model.safetensors.index"),
+        (lambda folder: write_index(folder, "[]"), "model.safetensors.index.json is damaged"),
+        (lambda folder: write_index(folder, '{"weight_map": {"a": 1}}'), "index.json is damaged"),
+    ],
+    ids=["none", "a shard", "another structure", "no name"],
+)
+def test_without_an_engine_the_weights_are_needed(
+    damage: Callable[[Path], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete = lay_out(tmp_path, 9, engine=False)
+    damage(lay_out(tmp_path, 10, engine=False))
+    assert zlaunch.resume_dir(str(tmp_path)) == str(complete)
+    assert said in capsys.readouterr().out
+    damage(lay_out(tmp_path, 11, engine=True))
+    assert zlaunch.resume_dir(str(tmp_path)) == str(tmp_path / "checkpoint-11"), "the engine has them"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin", "pytorch_model_fsdp.bin"),
+        *("pytorch_model_fsdp_0/.metadata", "reference/adapter_model.safetensors"),
+    ],
+)
+def test_weights_under_other_names_count(name: str, tmp_path: Path) -> None:
+    folder = lay_out(tmp_path, 10, engine=False)
+    (folder / name).parent.mkdir(exist_ok=True)
+    if name.endswith(".bin"):
+        torch.save({}, folder / name)
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "model.safetensors").rename(folder / name)
+    assert zlaunch.resume_dir(str(tmp_path)) == str(folder)
+
+
+def test_all_shards_of_an_index_make_a_complete_one(tmp_path: Path) -> None:
+    folder = lay_out(tmp_path, 10, engine=False)
+    write_index(folder, INDEX.replace("model-2", "model-1"))
+    assert zlaunch.resume_dir(str(tmp_path)) == str(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"[]", b'{"a": 3}', b'{"a": {}}', b'{"a": {"data_offsets": []}}', b'{"\xff": 1}'),
+        b'{"a": {"data_offsets": [0, "8"]}}',
+    ],
+)
+def test_a_damaged_header_is_named(header: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complete = lay_out(tmp_path, 9, engine=False)
+    file = lay_out(tmp_path, 10, engine=False) / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert zlaunch.resume_dir(str(tmp_path)) == str(complete)
+    assert "is incomplete (model.safetensors has a damaged header)" in capsys.readouterr().out
+
+
+def test_a_file_that_another_process_removes_meanwhile_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete = lay_out(tmp_path, 9)
+    latest = lay_out(tmp_path, 10) / "latest"
+    read_text = Path.read_text
+
+    def removed_before(file: Path, encoding: str | None = None) -> str:
+        if file == latest:
+            latest.unlink(missing_ok=True)
+        return read_text(file, encoding)
+
+    monkeypatch.setattr(Path, "read_text", removed_before)
+    assert zlaunch.resume_dir(str(tmp_path)) == str(complete)
+    assert "checkpoint-10: is incomplete (no optimizer state, and no file latest)" in capsys.readouterr().out
+
+
 def test_a_restart_takes_a_complete_one_instead_of_where_the_engine_has_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
