@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -39,6 +39,8 @@ from .selection import choose_target, open_chosen, with_advice
 if TYPE_CHECKING:
     from ..offload.transfer import HostLink
 
+_BASE_RATE = "initial_lr"
+"""The key of a parameter group in which torch's schedulers keep the rate that they start from."""
 _FALLBACK_FOLDER = "checkpoints"
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "previous_norm")
 """Names what an engine counts; not each has the last."""
@@ -371,30 +373,40 @@ class Checkpointer:
                 "load_lr_scheduler_states=False to restart the schedule"
             )
 
-    def _base_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group before a schedule; empty if the schedule computes
-        its rates from the config alone, which a load does not change.
+    def _base_rates(self) -> dict[int, tuple[str, float]]:
+        """Return for each parameter group, by its index, the key and the learning rate before a schedule,
+        which may be the script's own; none if the engine's schedule computes its rates from the config alone,
+        which a load does not change.
         """
+        keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else (_BASE_RATE, "lr")
+        found: dict[int, tuple[str, float]] = {}
+        for index, group in enumerate(self._param_groups()):
+            key = next((key for key in keys if key in group), None)
+            if key is not None:
+                found[index] = (key, float(group[key]))
+        return found
+
+    def _param_groups(self) -> list[dict[str, Any]]:
         step = self._shard_step
-        scheduler = self._run.lr_scheduler
         if step is None:
             return []
         step.take_hyperparameters()
-        name = "lr" if scheduler is None else "initial_lr"  # torch's schedulers keep it there
-        return [float(group[name]) for group in step.optimizer.param_groups if name in group]
+        return step.optimizer.param_groups
 
-    def _tell_rates(self, given: Sequence[float]) -> None:
+    def _tell_rates(self, given: Mapping[int, tuple[str, float]]) -> None:
         """Tell the user that the checkpoint's learning rate has replaced another one."""
-        for index, (mine, loaded) in enumerate(zip(given, self._base_rates(), strict=True)):
+        groups = self._param_groups()
+        for index, (key, mine) in given.items():
+            loaded = float(groups[index][key])
             if mine == loaded:
                 continue
             group = f" of parameter group {index}" if len(given) > 1 else ""
-            change = f'set optimizer.param_groups[{index}]["lr"] after load_checkpoint'
-            if self._run.lr_scheduler is not None:  # its state has the rate, too
-                change = f"pass load_lr_scheduler_states=False and {change}"
+            change = f'optimizer.param_groups[{index}]["lr"]'
+            if key == _BASE_RATE:  # the scheduler has the rate, too
+                change += f" and the scheduler's base_lrs[{index}]"
             say(
                 f"the learning rate{group} is {loaded:g} from the checkpoint, not {mine:g} as configured; to "
-                f"change it, {change}"
+                f"change it, set {change} after the load (with a Trainer: in on_train_begin)"
             )
             return
 

@@ -27,6 +27,13 @@ MUTATIONS = (
         ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
     ),
     Mutation(
+        "runtime/checkpoint/checkpointer.py",
+        'keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else (_BASE_RATE, "lr")',
+        'keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else ("lr",)',
+        "every load of a run with its own schedule warns of another learning rate",
+        ("tests/runtime/checkpoint/test_missing_folders.py",),
+    ),
+    Mutation(
         "runtime/step_losses.py",
         "self._count = 1 if is_share else self._count + 1",
         "self._count += 1",

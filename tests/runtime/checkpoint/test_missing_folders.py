@@ -85,14 +85,22 @@ def _loads_with_other_rates(folder: str) -> list[str]:
         (2e-3, {}, None),
         (2e-3, {}, torch.optim.lr_scheduler.StepLR),
         (2e-3, schedule, None),
+        (1e-3, {}, "own"),
+        (2e-3, {}, "own"),
+        (1e-3, {}, "dropped"),
     ]
     said = []
     for index, (rate, more, kind) in enumerate(cases):
         for lr in (1e-3, rate):
             given = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": lr}}, **more}
-            made = None if kind is None else lambda optimizer, kind=kind: kind(optimizer, 5)
+            made = (lambda optimizer, kind=kind: kind(optimizer, 5)) if isinstance(kind, type) else None
             engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=given, lr_scheduler=made)
-            if lr == 1e-3 and not (Path(folder) / str(index)).exists():
+            is_first = lr == 1e-3 and not (Path(folder) / str(index)).exists()
+            if kind == "own" or (kind == "dropped" and is_first):  # a Trainer keeps its scheduler to itself
+                own = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: step / 10)
+            if is_first:
+                if isinstance(kind, str):
+                    own.step()
                 engine.save_checkpoint(f"{folder}/{index}")
             else:
                 said.append(_load(engine, f"{folder}/{index}")[1])
@@ -101,12 +109,19 @@ def _loads_with_other_rates(folder: str) -> list[str]:
 
 
 def test_a_load_names_both_learning_rates_where_they_differ(tmp_path: Path) -> None:
-    (same, other, scheduled, from_config), *_ = run_workers(_loads_with_other_rates, 1, str(tmp_path))
-    change = 'optimizer.param_groups[0]["lr"] after load_checkpoint'
+    said, *_ = run_workers(_loads_with_other_rates, 1, str(tmp_path))
+    same, other, scheduled, from_config, own, other_own, dropped = said
+    change, after = 'optimizer.param_groups[0]["lr"]', "after the load (with a Trainer: in on_train_begin)"
     rates = "zlaunch: the learning rate is 0.001 from the checkpoint, not 0.002 as configured; to change it, "
-    assert same.count("\n") == from_config.count("\n") == 1 and "saved by 1 rank at stage" in same
-    assert other.endswith(f"\n{rates}set {change}\n")
-    assert scheduled.endswith(f"\n{rates}pass load_lr_scheduler_states=False and set {change}\n")
+    assert same.count("\n") == from_config.count("\n") == own.count("\n") == 1, said
+    assert "saved by 1 rank at stage" in same
+    assert other.endswith(f"\n{rates}set {change} {after}\n")
+    assert (
+        f"is 0.0001 from the checkpoint, not 0.001 as configured; to change it, set {change} {after}"
+        in dropped
+    )
+    for each in (scheduled, other_own):
+        assert each.endswith(f"\n{rates}set {change} and the scheduler's base_lrs[0] {after}\n")
 
 
 def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
