@@ -17,7 +17,8 @@ def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | boo
     """Return plain JSON for ``TrainingArguments(deepspeed=...)``, and the arguments with the config's values.
 
     accelerate reads no comments, and rejects a number that differs from its argument in TrainingArguments.
-    Such keys are "auto", which it fills in from there.
+    Such keys are "auto", which it fills in from there. Of the parallel axes, the Trainer takes tensor and
+    expert parallelism from the config.
 
     Args:
         text: A config as ``config_text`` writes it, with comments.
@@ -44,8 +45,15 @@ def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | boo
     optimizer = config.pop("optimizer")
     names = ("lr", *(_ADAM if optimizer["type"] in _ADAMS else ()), "weight_decay")
     written["optimizer"] = {**optimizer, "params": {**optimizer["params"], **dict.fromkeys(names, "auto")}}
+    parallel = dict(config.pop("parallel", {}))
+    tensor = parallel.pop("tensor", 1)
+    if parallel:
+        written["parallel"] = parallel
+    if tensor > 1:
+        # accelerate's loaders give each rank samples of its own without this key
+        written["tensor_parallel"] = {"autotp_size": tensor}
     written |= config
-    if written["zero_optimization"]["stage"] == 3:
+    if written["zero_optimization"]["stage"] == 3 or parallel or tensor > 1:
         # without this the Trainer writes no weights that from_pretrained loads
         written["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return _plain_json(written), arguments

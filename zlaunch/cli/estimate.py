@@ -165,6 +165,17 @@ def estimate(
         raise click.UsageError("--for fits only prints a config: remove --simulate and --plot")
     if trainer and not goal:
         raise click.UsageError("--trainer needs --for fits, which prints a config")
+    if trainer and pipeline > 1:
+        raise click.UsageError(
+            f"--pipeline {pipeline} cannot be combined with --trainer: the Trainer has no pipelines. Remove "
+            "one of the two"
+        )
+    if trainer and sequence > 1:
+        taken = f'ParallelismConfig(sp_size={sequence}, sp_backend="deepspeed")'
+        raise click.UsageError(
+            f"--sequence {sequence} cannot be combined with --trainer: the Trainer does not read it from the "
+            f"config. Remove one of the two, and pass TrainingArguments(parallelism_config={taken})"
+        )
     if step_in_backward and dtype.startswith("fp16"):
         raise click.UsageError(
             "--step_in_backward cannot be combined with fp16, whose steps may have to be skipped"

@@ -15,6 +15,7 @@ import pytest
 
 from zlaunch.cli.main import main
 from zlaunch.runtime.config import load
+from zlaunch.runtime.memory.trainer_config import trainer_config
 
 MODEL = """
 import torch
@@ -50,6 +51,7 @@ def broken():
 
 
 BIG = ["--params", "1e12", "--hidden", "12288", "--layers", "96", "--vocab", "50257"]
+FOR_TRAINER = ["--params", "7B", "--num_gpus", "8", "--gpu_mem", "24", "--for", "fits", "--trainer"]
 
 
 def call(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -171,6 +173,8 @@ def test_no_picture_without_matplotlib(
         ([], "pass MODEL, --hf_config or --params"),
         (["--params", "1e9", "--for", "fits"], "--for fits needs --gpu_mem"),
         (["--params", "1e9", "--trainer"], "--trainer needs --for fits, which prints a config"),
+        ([*FOR_TRAINER, "--pipeline", "2"], "--pipeline 2 cannot be combined with --trainer"),
+        ([*FOR_TRAINER, "--sequence", "2"], "--sequence 2 cannot be combined with --trainer"),
         (["model.py:Net", "--gpu_mem", "80", "--for", "fits"], "--for fits needs the activations"),
         ([*BIG, "--gpu_mem", "8", "--for", "fits"], "a model of 1T parameters does not fit on 1 GPU with"),
         (["model.py:Net", "--hidden", "8"], "--hidden goes with --params"),
@@ -432,14 +436,27 @@ def test_a_config_for_the_trainer(optimizer: str, tmp_path: Path, capsys: pytest
 
 
 def test_a_config_for_the_trainer_keeps_axes_and_writes_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--params", "7B", "--num_gpus", "8", "--gpu_mem", "24", "--for", "fits", "--trainer"]
-    assert main(["estimate", *given, "--pipeline", "2"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["parallel"] == {"pipeline": 2}
-    assert "--gradient_accumulation_steps 2 --bf16 true" in said.err
-    assert main(["estimate", "--params", "70B", *given[2:], "--gpu_mem", "48"]) == 0
+    assert main(["estimate", *FOR_TRAINER, "--tensor", "2"]) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert config["tensor_parallel"] == {"autotp_size": 2} and "parallel" not in config
+    zero = config["zero_optimization"]
+    assert zero["stage"] < 3 and zero["stage3_gather_16bit_weights_on_model_save"]
+    assert main(["estimate", "--params", "70B", *FOR_TRAINER[2:], "--gpu_mem", "48"]) == 0
     zero = json.loads(capsys.readouterr().out)["zero_optimization"]
     assert zero["stage"] == 3 and zero["stage3_gather_16bit_weights_on_model_save"]
+
+
+def test_a_config_for_the_trainer_keeps_experts() -> None:
+    text = (
+        '{"train_micro_batch_size_per_gpu": 1, "parallel": {"expert": 2, "tensor": 2},'
+        ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 1}}'
+    )
+    config = json.loads(trainer_config(text, 4)[0])
+    assert config["parallel"] == {"expert": 2} and config["tensor_parallel"] == {"autotp_size": 2}
+    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+    experts = json.loads(trainer_config(text.replace(', "tensor": 2', ""), 4)[0])
+    assert experts["parallel"] == {"expert": 2} and "tensor_parallel" not in experts
+    assert experts["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
 
 
 def test_what_does_not_fit_is_told_what_would_make_it_smaller(capsys: pytest.CaptureFixture[str]) -> None:
