@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,7 @@ from zlaunch.runtime import report
 from zlaunch.view.progress import RunProgress
 
 TRAINER = """
-class TrainerCallback:
-    pass
+from transformers.trainer_callback import TrainerCallback
 
 class Flow(TrainerCallback):
     pass
@@ -40,10 +40,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
     (tmp_path / "transformers" / "trainer.py").write_text(TRAINER)
+    (tmp_path / "transformers" / "trainer_callback.py").write_text("class TrainerCallback:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "zlaunch.compat.trainer_callback", raising=False)
     monkeypatch.setattr(report, "reported", report.Reported())
     read_end, write_end = os.pipe()
     monkeypatch.setenv("ZLAUNCH_EVENT_FD", str(write_end))
@@ -55,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         trainer_metrics.watch()
         module = importlib.import_module("transformers.trainer")
         report.reported.has_engine = engine
-        callback = module.DEFAULT_CALLBACKS[1]()
+        callback = pickle.loads(pickle.dumps(module.DEFAULT_CALLBACKS[1]()))  # as a Trainer has it
         state = SimpleNamespace(max_steps=20, global_step=0)
         callback.on_train_begin(None, state, None)
         for step, logs in LOGS:
@@ -67,6 +69,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield train
     os.close(read_end)
     os.close(write_end)
+    sys.modules.pop("zlaunch.compat.trainer_callback", None)  # it has the other package's class
 
 
 @pytest.mark.parametrize("late", [False, True])
