@@ -18,6 +18,8 @@ _SPEEDS = ("_runtime", "_per_second")
 """Ends of the names of numbers that describe an evaluation, not the model."""
 _NO_CURVES = ("epoch", "total_flos", "train_loss")
 """The last two are logged once, at the end."""
+_PROGRESS = ("step", "steps")
+"""The Trainer's state has them; a script may log others under these names."""
 
 
 class MetricsCallback(TrainerCallback):
@@ -32,7 +34,9 @@ class MetricsCallback(TrainerCallback):
         numbers = {
             _OUR_NAMES.get(name, name): value
             for name, value in (logs or {}).items()
-            if isinstance(value, (int, float)) and name not in _NO_CURVES and not name.endswith(_SPEEDS)
+            if isinstance(value, (int, float))
+            and name not in (*_NO_CURVES, *_PROGRESS)
+            and not name.endswith(_SPEEDS)
         }
         if numbers:
             report_logged({"step": state.global_step, **numbers})

@@ -30,6 +30,7 @@ LOGS = (
     (5, {"loss": 2.0, "grad_norm": 1.5, "learning_rate": 1e-4, "epoch": 0.1}),
     (10, {"eval_loss": 3.0, "eval_accuracy": 0.5, "eval_runtime": 9.0, "eval_samples_per_second": 8.0}),
     (20, {"eval_loss": 2.5, "rewards/mean": 1, "note": "text"}),
+    (20, {"step": 77, "steps": 5}),
     (20, {"train_loss": 2.2, "total_flos": 1e9, "train_runtime": 3.0}),
 )
 
