@@ -25,11 +25,26 @@ def trainer_use(script: str) -> TrainerUse | None:
     except (OSError, SyntaxError, ValueError):
         return None
     names = set()
+    modules = _module_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _PACKAGES:
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in _PACKAGES:
+        elif isinstance(node, ast.Attribute) and _first_name(node) in modules:
             names.add(node.attr)
     if not any(name.endswith("Trainer") for name in names):
         return None
     return TrainerUse(parses_arguments=not names.isdisjoint(_PARSERS))
+
+
+def _module_names(tree: ast.Module) -> set[str]:
+    """Return the names under which the script has imported the packages, or modules of theirs."""
+    imported = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    ours = [alias for alias in imported if alias.name.split(".")[0] in _PACKAGES]
+    return {*_PACKAGES, *(alias.asname or alias.name.split(".")[0] for alias in ours)}
+
+
+def _first_name(node: ast.expr) -> str | None:
+    """Return the `transformers` of `transformers.trainer.Trainer`."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None

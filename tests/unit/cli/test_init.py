@@ -122,6 +122,9 @@ FLAGS = "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --bf16 
     [
         ("from transformers import HfArgumentParser, Trainer", (), f"train.py --deepspeed ds.json {FLAGS}"),
         ("import transformers\ntransformers.Trainer()", (), "train.py"),
+        ("import transformers as tf\ntf.Trainer()", (), "train.py"),
+        ("import transformers.trainer\ntransformers.trainer.Trainer()", (), "train.py"),
+        ("import torch as tf\ntf.Trainer()", (), "train.py --config ds.json"),
         ("from trl import SFTTrainer, TrlParser", (), f"train.py --deepspeed ds.json {FLAGS}"),
         ("import torch", ("--trainer",), f"train.py --deepspeed ds.json {FLAGS}"),
         ("from transformers import Trainer", ("--no-trainer",), "train.py --config ds.json"),
