@@ -33,7 +33,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-AUTOCAST = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
+AUTOCAST = {"bf16_autocast": "bfloat16", "fp16_autocast": "float16"}
 """Maps names of ``zlaunch estimate --dtype`` to what torch.autocast computes in."""
 T = TypeVar("T")
 Shape = tuple[Sequence[int], torch.dtype | None]

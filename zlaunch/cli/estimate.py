@@ -63,7 +63,7 @@ def _is_number(text: str) -> bool:
 @click.option("--input", "shape", metavar="SHAPE", help="Shape of MODEL's input: 8,3,224,224 or 8,128:int64.")
 @click.option(
     "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32", "bf16-autocast", "fp16-autocast"]),
+    type=click.Choice(["bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast"]),
     default="bf16",
     show_default=True,
     help="Compute dtype; autocast means fp32 parameters under torch.autocast.",

@@ -37,7 +37,7 @@ def sizes(name: str, folder: Path) -> ModelSizes:
 
 def estimates(name: str, half: bool | str, folder: Path) -> list[Estimated]:
     """Return what is estimated without offload, the fastest first."""
-    words = {True: "bf16", False: "fp32", "autocast": "bf16-autocast"}
+    words = {True: "bf16", False: "fp32", "autocast": "bf16_autocast"}
     (dtype, around), kind = computing_in(words[half]), KINDS[name]
     model = sizes(name, folder)
     activations = of_module(model, TOKENS, kind.samples, dtype, kind.shape or None, around)

@@ -73,16 +73,16 @@ def test_autocast(
     monkeypatch.setattr(sys, "path", list(sys.path))
     target = ["estimate", "net_under_autocast.py:Net", "--input", "4096,64", "--gpu_mem", "8"]
     rows = {}
-    for dtype in ("fp32", "bf16", "bf16-autocast"):
+    for dtype in ("fp32", "bf16", "bf16_autocast"):
         assert main([*target, "--dtype", dtype, "--json"]) == 0
         rows[dtype] = json.loads(capsys.readouterr().out)[0]["gpu"]
-    assert rows["fp32"]["parameters"] == rows["bf16-autocast"]["parameters"] != rows["bf16"]["parameters"]
-    low, mixed, high = (rows[each]["activations"] for each in ("bf16", "bf16-autocast", "fp32"))
+    assert rows["fp32"]["parameters"] == rows["bf16_autocast"]["parameters"] != rows["bf16"]["parameters"]
+    low, mixed, high = (rows[each]["activations"] for each in ("bf16", "bf16_autocast", "fp32"))
     assert low < mixed < high
     assert main([*target, "--dtype", "fp16-autocast", "--for", "fits"]) == 0
     assert '"torch_autocast": {"enabled": true, "dtype": "float16"}' in capsys.readouterr().out
-    assert main(["estimate", *BIG, "--dtype", "bf16-autocast"]) == 2
-    assert "needs a model: MODEL or --hf_config" in capsys.readouterr().err
+    assert main(["estimate", *BIG, "--dtype", "bf16_autocast"]) == 2
+    assert "--dtype bf16_autocast needs a model: MODEL or --hf_config" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
