@@ -370,6 +370,7 @@ _PASSING = re.compile(
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
     r"|^salloc: Job allocation N has? been revoked"
     r"|^zlaunch: job N is pending: "
+    r"|^zlaunch: warning: .*SLURM gave N GPU"
 )
 """Lines that depend on the machine: what took longest in a step, a missing DNS, what a busy machine or SLURM
 waits for, and salloc's word of the end, where the controller's arrives before salloc leaves."""

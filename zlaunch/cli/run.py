@@ -22,6 +22,7 @@ from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
+from zlaunch.launchers.base import unseen_gpus
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.devices import discover
 
@@ -180,8 +181,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     )
     granted = allocation.nodes[0].gpus if allocation is not None and launcher.name == registry.LOCAL else 0
     if granted and not discover(os.environ).tokens:
-        unseen = f"SLURM gave this job {granted} GPU(s), but none is visible: the workers use the CPU"
-        print(f"zlaunch: warning: {unseen}", file=sys.stderr)
+        print(f"zlaunch: warning: {unseen_gpus(granted)}", file=sys.stderr)
     arrival: Arrival | None = given.get("arrival")
     # all else is right: only now the other nodes count on us
     if arrival is not None and not given["dry_run"]:

@@ -35,6 +35,11 @@ _CLOCKS_S = 5.0
 """Seconds by which the clocks of SLURM's machines may differ."""
 
 
+def unseen_gpus(count: object) -> str:
+    """Return the warning where SLURM gave so many GPUs, and the workers see none."""
+    return f"SLURM gave {count} GPU(s), but none is visible: the workers use the CPU"
+
+
 class Launcher(Job):
     """Starts the agents of one run and makes its plans; `zlaunch.supervisor.job` does the rest."""
 

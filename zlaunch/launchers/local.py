@@ -52,7 +52,9 @@ class LocalLauncher(ThisNodeLauncher):
                 raise LaunchError(f"{option} {text!r}: {error}{hidden}") from None
         if o.num_gpus is not None and count and o.num_gpus > count:
             raise LaunchError(f"--num_gpus {o.num_gpus}: this machine has {devices.describe()}")
-        return tuple(range(o.num_gpus or count or 1))
+        # as on several nodes of a SLURM job: a job is planned the same whatever is visible
+        granted = 0 if self.allocation is None else self.allocation.nodes[0].gpus or 0
+        return tuple(range(o.num_gpus or count or granted or 1))
 
     @cached_property
     def _devices(self) -> Devices:

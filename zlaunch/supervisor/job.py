@@ -51,6 +51,10 @@ class Job(ABC):
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
 
+    def find_surprises(self, nodes: Sequence[Node]) -> Sequence[str]:
+        """Return what is not as the job says on the nodes that answered, for the user."""
+        return ()
+
     @abstractmethod
     def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
         """End what is left of a run on hosts whose agents have died; return those where certainly nothing is
@@ -219,6 +223,8 @@ def _attempt(
                 nodes, master_addr=o.master_addr, master_port=o.master_port, iface=o.iface
             )
         plan = replace(job.plan(nodes, rendezvous, attempt), restarts=limits.may_go_on)
+        for text in job.find_surprises(nodes) if attempt == limits.first_attempt else ():
+            console.message(f"warning: {text}")
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
         return _refused_by([error])

@@ -213,6 +213,9 @@ def test_gpus_of_a_slurm_job_that_are_not_visible(
         ("SLURM_GPUS_ON_NODE", "2"),
     ):
         monkeypatch.setenv(name, value)
-    assert main(["--dry_run", "train.py"]) == 0
-    said = "zlaunch: warning: SLURM gave this job 2 GPU(s), but none is visible: the workers use the CPU\n"
-    assert said in capsys.readouterr().err
+    assert main(["--dry_run", "--json", "train.py"]) == 0
+    said = "zlaunch: warning: SLURM gave 2 GPU(s), but none is visible: the workers use the CPU\n"
+    shown = capsys.readouterr()
+    assert said in shown.err
+    (node,) = json.loads(shown.out)["nodes"]
+    assert len(node["workers"]) == 2, "as many as on each of several nodes"
