@@ -167,7 +167,15 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
             if not chunk:
                 return None
             data += chunk
-        message = json.loads(data)
-    except (OSError, ValueError):
+    except OSError:
+        return None
+    return _parse(data)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the message of a line; None if it is none of ours."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # thousands of brackets exceed the parser's depth
         return None
     return message if isinstance(message, dict) else None

@@ -58,6 +58,18 @@ def test_two_nodes_of_one_machine(at: Arrival, nodes: Nodes) -> None:
     assert sorted(each.result(LIMIT_S) for each in found) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "line", [b"[" * 4095 + b"\n", b"\xff\n", b"7\n", b"9" * 4096], ids=["brackets", "bytes", "number", "no end"]
+)
+def test_a_line_that_is_no_greeting_ends_only_its_connection(at: Arrival, nodes: Nodes, line: bytes) -> None:
+    first = nodes.start(replace(at, nodes=2))
+    with wait_until(lambda: connected(at.port), "node 0 listens") as stranger:
+        stranger.sendall(line)
+        assert stranger.recv(1) == b"", "it is no node"
+    assert nodes.start(replace(at, nodes=2, is_own=False)).result(LIMIT_S) == 1
+    assert first.result(LIMIT_S) == 0
+
+
 def test_a_node_that_gives_up_is_not_counted(at: Arrival, nodes: Nodes) -> None:
     first = nodes.start(at)
     stranger = wait_until(lambda: connected(at.port), "node 0 listens")
