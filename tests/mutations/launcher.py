@@ -417,10 +417,17 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/launchers/arrival.py",
-        "enumerate(waiting, start=1)",
-        "enumerate(waiting)",
+        "enumerate(nodes, start=1)",
+        "enumerate(nodes)",
         "two nodes that number themselves are node 0",
         ("tests/unit/launchers/test_arrival.py",),
+    ),
+    Mutation(
+        "zlaunch/launchers/reception.py",
+        "self.dismiss(silent[0])",
+        "pass",
+        "strangers use up the connections of node 0",
+        ("tests/unit/launchers/test_reception.py",),
     ),
     Mutation(
         "zlaunch/node/debugger.py",

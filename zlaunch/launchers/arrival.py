@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import errno
 import json
-import selectors
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.launchers.reception import LINE_BYTES, Caller, Reception
 from zlaunch.system.network import open_listener
 
 DEFAULT_PORT = 29400
@@ -26,7 +26,6 @@ USUAL_LIMIT_S = 600.0
 """The time that torchrun waits for all nodes."""
 _LONGER = "--rdzv_conf join_timeout=SECONDS waits longer"
 _AGAIN_S = 0.3
-_LINE_BYTES = 4096
 _FAREWELL_S = 5.0
 
 
@@ -69,57 +68,46 @@ class Arrival:
         self, listener: socket.socket, deadline: float, limit_s: float, say: Callable[[str], None]
     ) -> int:
         """Collect the other nodes and tell each its number."""
-        waiting: list[socket.socket] = []
-        with ExitStack() as opened:
-            poll = opened.enter_context(selectors.DefaultSelector())
-            opened.enter_context(listener)
-            poll.register(listener, selectors.EVENT_READ)
+        with Reception(listener) as reception:
             say(f"waiting for all {self.nodes} nodes at {self}")
-            while len(waiting) < self.nodes - 1:
+            nodes: list[Caller] = []
+            while len(nodes) < self.nodes - 1:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise LaunchError(
-                        f"--rdzv_endpoint {self}: {len(waiting) + 1} of {self.nodes} nodes came within "
+                        f"--rdzv_endpoint {self}: {len(nodes) + 1} of {self.nodes} nodes came within "
                         f"{limit_s:g} s; {_LONGER}"
                     )
-                for key, _ in poll.select(timeout=left):
-                    if len(waiting) == self.nodes - 1:
-                        break  # there is no number for one more
-                    if key.fileobj is listener:
-                        with suppress(OSError):
-                            connection = opened.enter_context(listener.accept()[0])
-                            poll.register(connection, selectors.EVENT_READ)
-                            # a stranger that says nothing must not keep the others waiting
-                            connection.settimeout(_FAREWELL_S)
-                        continue
-                    assert isinstance(key.fileobj, socket.socket)
-                    if key.fileobj not in waiting and self._greets(key.fileobj):
-                        waiting.append(key.fileobj)
-                        say(f"{len(waiting) + 1} of {self.nodes} nodes are at {self}")
-                        continue
-                    if key.fileobj in waiting:  # it has hung up
-                        waiting.remove(key.fileobj)
-                    poll.unregister(key.fileobj)
-                    key.fileobj.close()
+                for caller in reception.heard(left):
+                    if caller in nodes:  # it has hung up
+                        nodes.remove(caller)
+                        reception.dismiss(caller)
+                    elif len(nodes) == self.nodes - 1 or not self._greets(caller):
+                        reception.dismiss(caller)  # no node, or one for which there is no number
+                    else:
+                        nodes.append(caller)
+                        say(f"{len(nodes) + 1} of {self.nodes} nodes are at {self}")
             listener.close()  # its port is the rendezvous of the workers
-            for index, connection in enumerate(waiting, start=1):
+            for index, caller in enumerate(nodes, start=1):
+                caller.connection.settimeout(_FAREWELL_S)
                 with suppress(OSError):
-                    _send(connection, {"rank": index})
-            for connection in waiting:  # the end that closes first keeps the port for a while: not this one
+                    _send(caller.connection, {"rank": index})
+            for caller in nodes:  # the end that closes first keeps the port for a while: not this one
+                connection = caller.connection
                 with suppress(OSError):
                     connection.recv(1)
         return 0
 
-    def _greets(self, connection: socket.socket) -> bool:
-        """Read what a node says, and refuse one that runs something else. Return whether it stays."""
-        theirs = _receive(connection)
+    def _greets(self, caller: Caller) -> bool:
+        """Refuse a node that runs something else. Return whether the caller is a node that stays."""
+        theirs = _parse(bytes(caller.line))
         if theirs is None:
             return False
         different = {name for name, value in self._hello().items() if theirs.get(name) != value}
         if different:
             ours = ", ".join(f"{_FLAGS[name]} {self._hello()[name]}" for name in _FLAGS if name in different)
             with suppress(OSError):
-                _send(connection, {"error": f"node 0 runs with {ours}"})
+                _send(caller.connection, {"error": f"node 0 runs with {ours}"})
         return not different
 
     def _join(self, deadline: float, limit_s: float, say: Callable[[str], None]) -> int:
@@ -160,10 +148,10 @@ def _receive(connection: socket.socket) -> dict[str, Any] | None:
     deadline = time.monotonic() + (connection.gettimeout() or _FAREWELL_S)
     try:
         # One timeout for the line, not for each piece: a stranger may send a byte now and then.
-        while not data.endswith(b"\n") and len(data) < _LINE_BYTES:
+        while not data.endswith(b"\n") and len(data) < LINE_BYTES:
             if time.monotonic() > deadline:
                 return None
-            chunk = connection.recv(_LINE_BYTES - len(data))
+            chunk = connection.recv(LINE_BYTES - len(data))
             if not chunk:
                 return None
             data += chunk

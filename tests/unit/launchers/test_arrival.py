@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from tests.limits import LIMIT_S, wait_until
+from tests.limits import FOR_EVER_S, LIMIT_S, wait_until
 from tests.ports import reserved_port
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.arrival import Arrival
@@ -59,7 +57,9 @@ def test_two_nodes_of_one_machine(at: Arrival, nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 4095 + b"\n", b"\xff\n", b"7\n", b"9" * 4096], ids=["brackets", "bytes", "number", "no end"]
+    "line",
+    [b"[" * 4095 + b"\n", b"\xff\n", b"7\n", b"9" * 4096],
+    ids=["brackets", "bytes", "number", "no end"],
 )
 def test_a_line_that_is_no_greeting_ends_only_its_connection(at: Arrival, nodes: Nodes, line: bytes) -> None:
     first = nodes.start(replace(at, nodes=2))
@@ -84,26 +84,18 @@ def test_a_node_that_gives_up_is_not_counted(at: Arrival, nodes: Nodes) -> None:
     assert first.result(LIMIT_S) == 0 and sorted(each.result(LIMIT_S) for each in others) == [1, 2]
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then_holds_nobody_up(
+def test_strangers_that_send_a_byte_and_stay_hold_nobody_up(
     at: Arrival, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zlaunch.launchers.arrival._FAREWELL_S", 0.2)
+    monkeypatch.setattr("zlaunch.launchers.reception._LINE_S", FOR_EVER_S)
     first = nodes.start(at)
-    stranger = wait_until(lambda: connected(at.port), "node 0 listens")
-    done = threading.Event()
-
-    def drip() -> None:
-        with suppress(OSError):
-            while not done.wait(0.05):
-                stranger.sendall(b"x")
-
-    dripping = nodes.pool.submit(drip)
+    strangers = [wait_until(lambda: connected(at.port), "node 0 listens")]
+    strangers += [socket.create_connection(("127.0.0.1", at.port)) for _ in range(3)]
+    for stranger in strangers:
+        stranger.sendall(b"x")
     others = [nodes.start(replace(at, is_own=False)) for _ in range(2)]
-    try:
-        assert first.result(LIMIT_S) == 0 and sorted(other.result(LIMIT_S) for other in others) == [1, 2]
-    finally:
-        done.set()
-        dripping.result(LIMIT_S)
+    assert first.result(LIMIT_S) == 0 and sorted(other.result(LIMIT_S) for other in others) == [1, 2]
+    for stranger in strangers:
         stranger.close()
 
 

@@ -27,6 +27,7 @@ ENDS = {
     ("preload.py", "self.connection.recv"): "MSG_DONTWAIT",
     ("network.py", "connection.recv"): "the socket has a timeout",
     ("arrival.py", "connection.recv"): "the socket has a timeout",
+    ("reception.py", "caller.connection.recv"): "the socket does not block",
     ("descriptors.py", "self._selector.select"): "given in seconds",
     ("git_state.py", "selector.select"): "given in seconds",
     ("provenance.py", "self._helper.communicate"): "a thread of its own; the run's end kills the helper",
