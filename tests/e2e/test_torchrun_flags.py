@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.helpers import Launch, run
+from tests.limits import wait_until
+from tests.ports import reserved_port
 
 SAY = """
 import argparse, os, torch.distributed as dist
@@ -67,6 +70,16 @@ def test_two_nodes_each_by_its_own_command(tmp_path: Path, numbers: tuple[int | 
     assert [launch.wait() for launch in launches] == [0, 0], [launch.err for launch in launches]
     lines = sorted(line.rpartition("] ")[2] for each in launches for line in each.out.splitlines())
     assert lines == ["rank 0 2 0 1", "rank 1 2 0 1"]
+
+
+def test_a_signal_ends_the_wait_for_other_nodes(tmp_path: Path) -> None:
+    where = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    with reserved_port() as port:
+        launch = Launch(tmp_path, *where, f"--rdzv_endpoint=127.0.0.1:{port}", script="print('ran')", env=ENV)
+        wait_until(lambda: "waiting for all 2 nodes" in launch.err, lambda: launch.err)
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.wait() == 143
+    assert launch.err.endswith("zlaunch: stopped by SIGTERM\n") and launch.out == ""
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from zlaunch.launchers import registry
 from zlaunch.launchers.base import unseen_gpus
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.devices import discover
+from zlaunch.system.processes import signal_name
 
 if TYPE_CHECKING:
     from zlaunch.launchers.arrival import Arrival
@@ -90,7 +91,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
         for warning in chosen.warnings:  # in a run rank 0 says them
             print(f"zlaunch: warning: {warning}", file=sys.stderr)
         return 0
-    return _launch(launcher, chosen.why, shown_ranks, given)
+    return _launch(chosen, shown_ranks, given)
 
 
 class Chosen(NamedTuple):
@@ -103,6 +104,8 @@ class Chosen(NamedTuple):
     """The plan as far as it is known."""
     warnings: Sequence[str]
     """About the config."""
+    numbered: Callable[[int], Launcher]
+    """Returns the launcher for a number that this node gets when it arrives."""
 
     @property
     def world_size(self) -> int | None:
@@ -183,12 +186,13 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     if granted and not discover(os.environ).tokens:
         print(f"zlaunch: warning: {unseen_gpus(granted)}", file=sys.stderr)
     arrival: Arrival | None = given.get("arrival")
-    # all else is right: only now the other nodes count on us
-    if arrival is not None and not given["dry_run"]:
-        number = arrival.number(given["connect_timeout"], partial(_say, quiet=given["quiet"]))
-        launcher = kind(replace(options, node_rank=number), allocation)
-        plan = launcher.known_plan()
-    return Chosen(launcher, why, plan, warnings)
+
+    def numbered(number: int) -> Launcher:
+        return kind(replace(options, node_rank=number), allocation)
+
+    if arrival is not None and given["debug"] is not None:
+        numbered(given["debug"] // arrival.workers)  # this node may get that rank, and is refused here if so
+    return Chosen(launcher, why, plan, warnings, numbered)
 
 
 def _say(text: str, *, quiet: bool) -> None:
@@ -305,7 +309,22 @@ def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_js
     )
 
 
-def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[str, Any]) -> int:
+def _take_number(arrival: Arrival, given: Mapping[str, Any]) -> int:
+    """Wait for the other nodes, and return this one's number. Raises LaunchError, and click's Exit after a
+    signal.
+    """
+    from zlaunch.supervisor.job import Stopped, signals_without_workers
+
+    say = partial(_say, quiet=given["quiet"])
+    try:
+        with signals_without_workers():
+            return arrival.number(given["connect_timeout"], say)
+    except Stopped as stopped:
+        say(f"stopped by {signal_name(stopped.signum)}")
+        raise click.exceptions.Exit(128 + stopped.signum) from None
+
+
+def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> int:
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.provenance import Provenance
@@ -315,9 +334,13 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
 
     if given["parent"] is not None:
         die_with_parent(given["parent"], signal.SIGTERM)
+    launcher = chosen.launcher
     run_dir = launcher.options.run_dir
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
+    arrival: Arrival | None = given.get("arrival")
+    if arrival is not None:  # nothing refuses this launch any more: only now the other nodes count on it
+        launcher = chosen.numbered(_take_number(arrival, given))
     if launcher.options.run_id == Path(run_dir).name:
         point_latest(Path(run_dir))
     if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
@@ -332,7 +355,7 @@ def _launch(launcher: Launcher, why: str, ranks: list[int] | None, given: dict[s
         verbose=given["verbose"],
     )
     console.message(f"{launcher.options.program.name} on {launcher.where}")
-    console.detail(f"launcher {launcher.name}: {why}")
+    console.detail(f"launcher {launcher.name}: {chosen.why}")
     if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
     console.message(f"logs in {os.path.relpath(run_dir)}")

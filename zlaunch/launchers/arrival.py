@@ -126,8 +126,9 @@ class Arrival:
                 answer = None
             if answer is not None and "error" in answer:
                 raise LaunchError(f"--rdzv_endpoint {self}: {answer['error']}; use the same on every node")
-            if answer is not None and type(answer.get("rank")) is int:
-                return int(answer["rank"])
+            number = answer.get("rank") if answer is not None else None
+            if type(number) is int and 0 < number < self.nodes:
+                return number
             time.sleep(_AGAIN_S)
         raise LaunchError(
             f"--rdzv_endpoint {self}: not all {self.nodes} nodes came within {limit_s:g} s, or no zlaunch "

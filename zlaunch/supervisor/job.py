@@ -93,10 +93,10 @@ class Limits:
 
 def run_job(job: Job, console: Console, limits: Limits, provenance: Provenance | None = None) -> Outcome:
     """Run the job until it ends well, or no restart is left."""
-    with _signals_between_attempts() as at_end:
+    with signals_without_workers() as at_end:
         try:
             outcome = _run(job, console, limits, provenance)
-        except _Stopped as stopped:
+        except Stopped as stopped:
             at_end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
             outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
@@ -111,7 +111,7 @@ def run_job(job: Job, console: Console, limits: Limits, provenance: Provenance |
     return outcome
 
 
-class _Stopped(BaseException):
+class Stopped(BaseException):
     """Carries a signal that ends the run while no worker is there."""
 
     def __init__(self, signum: int) -> None:
@@ -119,11 +119,12 @@ class _Stopped(BaseException):
 
 
 @contextmanager
-def _signals_between_attempts() -> Iterator[Callable[[], None]]:
-    """Handle a run's signals while no controller does: while nodes are connected to, and after the last
-    attempt. None may kill the launcher before it has written its record.
+def signals_without_workers() -> Iterator[Callable[[], None]]:
+    """Handle a run's signals while no controller does: while nodes are waited for or connected to, and after
+    the last attempt. None may kill the launcher before it has written its record.
 
-    Gives a function to call when the outcome is known: signals change nothing from then on.
+    Raises Stopped in the block. Gives a function to call when the outcome is known: signals change nothing
+    from then on.
     """
     ended = False
 
@@ -133,7 +134,7 @@ def _signals_between_attempts() -> Iterator[Callable[[], None]]:
 
     def stop(signum: int, frame: object) -> None:
         if not ended:
-            raise _Stopped(signum)
+            raise Stopped(signum)
 
     def pass_over(signum: int, frame: object) -> None:
         return None

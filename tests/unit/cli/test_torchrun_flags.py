@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+from zlaunch.cli.main import main
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import Surroundings, take_flags
 from zlaunch.launchers.arrival import Arrival
@@ -181,6 +183,34 @@ def test_nodes_that_number_themselves(text: str, port: int, is_own: bool, run: s
     assert found["connect_timeout"] == limit_s
     assert "arrival" not in settled(f"--nnodes 2 --node_rank 1 --rdzv_backend c10d {text}")
     assert "arrival" not in settled(f"--nnodes 2 --rdzv_backend c10d {text}", STEP)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ("--run_dir afile/x", "--run_dir {folder}/afile/x: cannot write there"),
+        ("--log_ranks 9", "--log_ranks '9': there is no rank 9"),
+        ("--debug 1", "--debug needs debugpy: pip install 'zlaunch[debug]'"),
+    ],
+)
+def test_a_node_takes_no_number_if_its_launch_is_refused(
+    options: str,
+    answer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other nodes would wait for it in init_process_group."""
+    (tmp_path / "afile").write_text("")
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zlaunch.launchers.this_node.has_debugpy", lambda: False)
+    taken: list[int] = []
+    monkeypatch.setattr(Arrival, "number", lambda *about: taken.append(1) or 1)
+    words = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:29400 {options}"
+    assert main([*words.split(), "train.py"]) == 2
+    assert answer.format(folder=tmp_path) in capsys.readouterr().err
+    assert taken == []
 
 
 def test_an_address_of_version_6() -> None:
