@@ -392,7 +392,14 @@ def _endpoint(said: str, text: str) -> tuple[str, int]:
     match = re.fullmatch(r"(?:\[([^\]]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text, re.ASCII)
     if match is None:
         raise click.UsageError(f"{said}: expected HOST:PORT")
-    return match[1] or match[2], int(match[3] or 0)
+    host = match[1] or match[2]
+    try:
+        host.encode("idna")  # as every look-up of a host does
+    except UnicodeError:
+        raise click.UsageError(
+            f"{said}: {host!r} is no host name: a part between dots is empty, too long or not a name"
+        ) from None
+    return host, int(match[3] or 0)
 
 
 def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by_arrival: bool) -> bool:

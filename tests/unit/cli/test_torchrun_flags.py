@@ -269,6 +269,8 @@ def test_without_them_nothing_changes() -> None:
         ("--nproc_per_node 2 --num_gpus 3", HERE, "2 and --num_gpus 3 contradict each other"),
         ("--rdzv_endpoint a:1 --master_addr b", HERE, "--rdzv_endpoint a:1 and --master_addr b contradict"),
         ("--rdzv_endpoint a:b", HERE, "expected HOST:PORT"),
+        ("--rdzv_endpoint a..b:29400", HERE, "--rdzv_endpoint a..b:29400: 'a..b' is no host name"),
+        (f"--rdzv_endpoint {'a' * 64}", HERE, "is no host name"),
         ("--rdzv_backend etcd-v2", HERE, "use c10d or static"),
         ("--num_processes 3 --num_machines 2 --hostfile h", HERE, "cannot be divided evenly among 2 nodes"),
         ("--num_processes 3 --hostfile h", HERE, "use --num_gpus N, the workers of each"),
