@@ -112,27 +112,34 @@ class Arrival:
 
     def _join(self, deadline: float, limit_s: float, say: Callable[[str], None]) -> int:
         """Connect to node 0, again and again until it is there, and wait for the number."""
-        said = False
+        said = has_told_why = False
+        last_error = ""
         while (left := deadline - time.monotonic()) > 0:
             try:
                 with socket.create_connection((self.host, self.port), timeout=min(left, 10.0)) as connection:
+                    last_error = ""
                     _send(connection, self._hello())
                     if not said:
                         say(f"waiting for all {self.nodes} nodes at {self}")
                         said = True
                     connection.settimeout(left)
                     answer = _receive(connection)
-            except OSError:
+            except OSError as error:
                 answer = None
+                last_error = error.strerror or str(error)
+                if not has_told_why:
+                    say(f"cannot reach {self} yet: {last_error}")
+                    has_told_why = True
             if answer is not None and "error" in answer:
                 raise LaunchError(f"--rdzv_endpoint {self}: {answer['error']}; use the same on every node")
             number = answer.get("rank") if answer is not None else None
             if type(number) is int and 0 < number < self.nodes:
                 return number
             time.sleep(_AGAIN_S)
+        reason = f" ({last_error})" if last_error else ""
         raise LaunchError(
             f"--rdzv_endpoint {self}: not all {self.nodes} nodes came within {limit_s:g} s, or no zlaunch "
-            f"runs there; {_LONGER}"
+            f"runs there{reason}; {_LONGER}"
         )
 
 

@@ -127,5 +127,22 @@ def test_a_node_that_runs_something_else_is_refused(
 def test_nodes_that_do_not_come(at: Arrival, nodes: Nodes) -> None:
     with pytest.raises(LaunchError, match=r"1 of 3 nodes came within 0.1 s; --rdzv_conf join_timeout"):
         at.number(0.1, nodes.said.append)
-    with pytest.raises(LaunchError, match=r"not all 3 nodes came within 0.1 s, or no zlaunch runs there"):
+    ending = (
+        r"not all 3 nodes came within 0.1 s, or no zlaunch runs there \(Connection refused\); --rdzv_conf"
+    )
+    with pytest.raises(LaunchError, match=ending):
         replace(at, is_own=False).number(0.1, nodes.said.append)
+
+
+def test_why_node_0_cannot_be_reached_is_said_once(
+    at: Arrival, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_address(*about: object, **more: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("zlaunch.launchers.arrival._AGAIN_S", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    lost = replace(at, host="nosuchhost.invalid", is_own=False)
+    with pytest.raises(LaunchError, match=r"no zlaunch runs there \(Name or service not known\); "):
+        lost.number(0.1, nodes.said.append)
+    assert nodes.said == [f"cannot reach {lost} yet: Name or service not known"]
