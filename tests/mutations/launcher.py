@@ -95,6 +95,13 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/supervisor/hosts.py",
+        "{*self._unhealthy, *unhealthy}) >=",
+        "{*unhealthy}) >=",
+        "a run whose nodes are unhealthy is restarted for nothing",
+        ("tests/unit/supervisor/test_hosts.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/hosts.py",
         "self._spares = self._spares[len(taken) :]",
         "self._spares = self._spares[1:]",
         "a spare takes two lost hosts' places",

@@ -143,6 +143,10 @@ class Hosts:
         others = {*self.used, *self._spares, *self._unhealthy}
         return [host for host in self._all if host not in others]
 
+    def suffice_without(self, unhealthy: Collection[str]) -> bool:
+        """Tell whether the run could have enough hosts without these, once all that are gone are back."""
+        return len({*self._all} - {*self._unhealthy, *unhealthy}) >= self.needed
+
     def lose(self, lost: Collection[str], unhealthy: Collection[str] = ()) -> str:
         """Go on without lost and unhealthy hosts, if that is possible; return what to tell the user, "" if it
         is not.

@@ -179,6 +179,10 @@ def _attempts(
             console.message("the rendezvous port was taken in the meantime: once more with another one")
         elif said := hosts.lose(outcome.lost):
             console.message(said)
+        elif restarts < limits.max_restarts and outcome.is_final:
+            needed = f"{hosts.needed} of {len(job.hosts)} hosts"
+            console.message(f"no restart: the run needs {needed}, and uses no unhealthy one")
+            return outcome
         elif restarts < limits.max_restarts:
             restarts += 1
             when = f" in {pause_s:g} s" if outcome.is_refused else ""
@@ -275,7 +279,8 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
                 console.error(text)
             if sick and len(hosts.used) > 1 and not limits.excludes_unhealthy:
                 console.message("--exclude_unhealthy continues without them, with --min_nodes or --spares")
-            return _refused_by(errors)
+            is_final = limits.excludes_unhealthy and not hosts.suffice_without(sick_hosts)
+            return replace(_refused_by(errors), is_final=is_final)
         console.message(said)
 
 

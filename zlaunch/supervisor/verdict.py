@@ -48,6 +48,8 @@ class Outcome:
     """Hosts that could not take part, or could not start a worker."""
     refused_slots: tuple[Slot, ...] = ()
     """Slots whose GPU is missing, or did not work at the start."""
+    is_final: bool = False
+    """Tells whether another attempt would be refused too."""
     started: bool = True
     """Tells whether the nodes have got a plan."""
     vanished: bool = False

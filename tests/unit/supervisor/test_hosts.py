@@ -47,6 +47,13 @@ def test_a_host_that_takes_no_part_is_no_loss() -> None:
     assert hosts.lose(["b"]) == "" and hosts.lose([]) == "" and hosts.used == ("a",)
 
 
+def test_hosts_that_are_gone_count_and_unhealthy_ones_do_not() -> None:
+    hosts = Hosts(("a", "b", "c"), spares=0, min_nodes=1)
+    assert hosts.lose(["a"], ["b"])
+    assert hosts.suffice_without(["c"]), "a may come back"
+    assert not hosts.suffice_without(["a", "c"])
+
+
 def test_an_unhealthy_host_is_not_taken_back() -> None:
     hosts = Hosts(("a", "b", "c", "d"), spares=1, min_nodes=2)
     assert hosts.lose(["a"], ["b"]) == "d takes the place of a; going on with 2 of 3 nodes, without b"

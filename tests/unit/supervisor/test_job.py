@@ -460,6 +460,29 @@ def test_unhealthy_nodes_are_left_out_as_dead_ones_are(scene: MakeScene, sick: s
     assert outcome.end == End(2, "host refused", ("b",)) and two.attempts == []
 
 
+def test_there_is_no_restart_while_too_few_nodes_are_healthy(
+    scene: MakeScene, sick: set[str], slept: Slept
+) -> None:
+    sick.update(("a", "b"))
+    one = scene("a", "b")
+    outcome = one.run(min_nodes=1, max_restarts=3, checks_health=True, excludes_unhealthy=True)
+    assert outcome.end == End(2, "host refused", ("a", "b")) and one.attempts == []
+    assert one.job.connected == ["a", "b"] and slept == []
+    assert "no restart: the run needs 1 of 2 hosts, and uses no unhealthy one" in one.said()
+
+
+def test_a_dead_node_beside_an_unhealthy_one_may_come_back(
+    scene: MakeScene, sick: set[str], slept: Slept
+) -> None:
+    sick.add("a")
+    one = scene("a", "b")
+    one.job.down.add("b")
+    slept.act = lambda seconds: one.job.down.clear()
+    health = {"checks_health": True, "excludes_unhealthy": True}
+    assert one.run(Outcome(0), min_nodes=1, max_restarts=1, **health) == Outcome(0)
+    assert one.attempts == [(0, ("b",))]
+
+
 def test_a_node_that_gets_sick_is_left_out_of_the_next_attempt(scene: MakeScene, sick: set[str]) -> None:
     def gets_sick() -> Outcome:
         sick.add("b")
