@@ -205,8 +205,13 @@ def test_a_node_takes_no_number_if_its_launch_is_refused(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zlaunch.launchers.this_node.has_debugpy", lambda: False)
-    taken: list[int] = []
-    monkeypatch.setattr(Arrival, "number", lambda *about: taken.append(1) or 1)
+    taken: list[Arrival] = []
+
+    def number(arrival: Arrival, *limits: object) -> int:
+        taken.append(arrival)
+        return 1
+
+    monkeypatch.setattr(Arrival, "number", number)
     words = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:29400 {options}"
     assert main([*words.split(), "train.py"]) == 2
     assert answer.format(folder=tmp_path) in capsys.readouterr().err
