@@ -328,7 +328,7 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
     from zlaunch.supervisor import run_record
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.provenance import Provenance
-    from zlaunch.supervisor.run_folder import make_run_dir, point_latest
+    from zlaunch.supervisor.run_folder import drop_unused, make_run_dir, point_latest
     from zlaunch.system.processes import die_with_parent
     from zlaunch.view.console import Console
 
@@ -336,12 +336,18 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
         die_with_parent(given["parent"], signal.SIGTERM)
     launcher = chosen.launcher
     run_dir = launcher.options.run_dir
+    is_own_folder = launcher.options.run_id == Path(run_dir).name
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
     arrival: Arrival | None = given.get("arrival")
     if arrival is not None:  # nothing refuses this launch any more: only now the other nodes count on it
-        launcher = chosen.numbered(_take_number(arrival, given))
-    if launcher.options.run_id == Path(run_dir).name:
+        try:
+            launcher = chosen.numbered(_take_number(arrival, given))
+        except BaseException:
+            if is_own_folder:
+                drop_unused(Path(run_dir))
+            raise
+    if is_own_folder:
         point_latest(Path(run_dir))
     if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
         return 0

@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
@@ -48,6 +49,13 @@ def make_run_dir(path: Path, *, shared: bool = False) -> int | None:
             raise LaunchError(f"--run_dir {path}: another launch has just started there")
         time.sleep(0.02)
     return lock
+
+
+def drop_unused(path: Path) -> None:
+    """Remove a run's folder that no other launch uses, if nothing was written there."""
+    with suppress(OSError):
+        (path / "logs").rmdir()
+        path.rmdir()
 
 
 def name_of(path: Path) -> str:

@@ -12,6 +12,7 @@ import pytest
 from zlaunch.cli.main import main
 from zlaunch.cli.run import run
 from zlaunch.cli.torchrun_flags import Surroundings, take_flags
+from zlaunch.errors import LaunchError
 from zlaunch.launchers.arrival import Arrival
 
 
@@ -216,6 +217,23 @@ def test_a_node_takes_no_number_if_its_launch_is_refused(
     assert main([*words.split(), "train.py"]) == 2
     assert answer.format(folder=tmp_path) in capsys.readouterr().err
     assert taken == []
+
+
+def test_a_node_whose_wait_ends_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that the user has named may be another node's too, and stays."""
+
+    def number(arrival: Arrival, *limits: object) -> int:
+        raise LaunchError("not all nodes came")
+
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Arrival, "number", number)
+    where = "--rdzv_endpoint=127.0.0.1:29400"
+    words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", where]
+    assert main([*words, "train.py"]) == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert main([*words, "--run_dir=named", "train.py"]) == 2
+    assert (tmp_path / "named").is_dir()
 
 
 def test_an_address_of_version_6() -> None:
