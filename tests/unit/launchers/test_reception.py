@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,13 +54,19 @@ def test_a_line_without_an_end_is_cut(listener: socket.socket) -> None:
 def test_a_byte_now_and_then_gives_no_more_time(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "_LINE_S", 0.05)
+    now_s = 0.0
+    monkeypatch.setattr(reception, "time", SimpleNamespace(monotonic=lambda: now_s))
     with Reception(listener) as desk, call(listener) as stranger:
-        stranger.settimeout(0.0)
-        with pytest.raises(ConnectionError):
-            while True:  # until it is dismissed
-                stranger.sendall(b"x")
-                assert desk.heard(0.01) == []
+        assert desk.heard(LIMIT_S) == []
+        while now_s < 4.0:
+            now_s += 1.0
+            stranger.sendall(b"x")
+            assert desk.heard(LIMIT_S) == []
+        now_s = 6.0
+        stranger.sendall(b"\n")
+        assert desk.heard(0.0) == []
+        with suppress(ConnectionError):
+            assert stranger.recv(1) == b"", "dismissed"
 
 
 def test_the_oldest_silent_connection_makes_room(
