@@ -85,6 +85,7 @@ class Checkpointer:
         self._comm, self._scaler, self._link = sharded.comm, scaler, link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
+        self._global_batch = effective.config.train_batch_size
         self._options = options or effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link, is_needed=is_needed)
         self._half_loaded = ""
@@ -336,6 +337,8 @@ class Checkpointer:
                     f"loaded {checkpoint.folder} (step {facts['engine']['global_steps']}, saved by "
                     f"{counted(saved['world_size'], 'rank')} at stage {saved['stage']})"
                 )
+                if with_run:
+                    self._tell_batch(facts["engine"], saved["world_size"])
                 if schedule is not None or self._run.lr_scheduler is None:
                     self._tell_rates(given)
             return str(checkpoint.folder), facts["client_state"]
@@ -392,6 +395,21 @@ class Checkpointer:
             return []
         step.take_hyperparameters()
         return step.optimizer.param_groups
+
+    def _tell_batch(self, counters: Mapping[str, int], ranks: int) -> None:
+        """Say in a line that the global batch differs from the checkpoint's, as the number of ranks does."""
+        steps = counters["global_steps"]
+        now = self._global_batch
+        if ranks == self._comm.world_size or not steps or not now:
+            return
+        before, rest = divmod(counters["global_samples"], steps)
+        if rest or before == now:  # a rest: it has changed before
+            return
+        accumulation = self._run.gradient_accumulation_steps()
+        more, rest = divmod(before * accumulation, now)
+        change = f"gradient_accumulation_steps {more}" if more and not rest else "another micro-batch"
+        here = counted(self._comm.world_size, "rank")
+        say(f"the global batch is {now} on {here}, and was {before} on {ranks}: {change} keeps it")
 
     def _tell_rates(self, given: Mapping[int, tuple[str, float]]) -> None:
         """Tell the user that the checkpoint's learning rate has replaced another one."""

@@ -67,15 +67,16 @@ class Snapshots(Checkpointer):
         """Begin to take a snapshot if one is due. Collective. Raises CheckpointError."""
         self._may_go_on = False
         self.poll()
+        if client_state is None:  # said at the first step, not only at the first snapshot
+            raise CheckpointError(
+                "checkpoint.in_memory needs the script's state at every snapshot: before the first step, set "
+                "engine.client_state to a function that returns it ({} for none). Under the Hugging Face "
+                "Trainer, remove the key: the Trainer loads no snapshots, and saves with save_steps"
+            )
         steps = self._run.global_steps
         if steps % self._every or steps == self._taken:
             return
         self._taken = steps
-        if client_state is None:
-            raise CheckpointError(
-                "checkpoint.in_memory needs the script's state at every snapshot: before the first step, set "
-                "engine.client_state to a function that returns it ({} for none), or remove the key"
-            )
         prepare_save()
         comm = self._comm
         state = all_or_none(comm.exchange, comm.rank, client_state, own=True)

@@ -53,9 +53,9 @@ def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | boo
         # accelerate's loaders give each rank samples of its own without this key
         written["tensor_parallel"] = {"autotp_size": tensor}
     written |= config
-    if written["zero_optimization"]["stage"] == 3 or parallel or tensor > 1:
-        # without this the Trainer writes no weights that from_pretrained loads
-        written["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    # Without this the Trainer writes no weights that from_pretrained loads, at stage 3 and with parallel
+    # axes. The stage may be changed by hand, so the key is always there.
+    written["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return _plain_json(written), arguments
 
 

@@ -36,7 +36,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "zlaunch/supervisor/run_record.py",
         "        with Folder(path.parent) as folder, folder.open(path.name) as file:\n",
-        "        with open(path, \"rb\") as file:\n",
+        '        with open(path, "rb") as file:\n',
         "`zlaunch stop` kills what a forged record names",
         ("tests/unit/supervisor/test_foreign_runs.py",),
     ),

@@ -170,7 +170,10 @@ def with_cores(batch: BatchScript) -> BatchScript:
 def warn_of_one_core(batch: BatchScript) -> None:
     """Tell the user where a file asks for no number of cores: SLURM then gives each node's task one."""
     if batch.cpus_per_task is None and not _is_exclusive(batch):
-        _warn("SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N")
+        _warn(
+            "SLURM may give each node a single CPU core. Ask for more: --cpus_per_task N of "
+            "`zlaunch slurm script`, or #SBATCH --cpus-per-task=N in the file"
+        )
 
 
 def _warn_of_options(batch: BatchScript) -> None:
@@ -186,7 +189,23 @@ def _warn_of_options(batch: BatchScript) -> None:
             f"--signal {batch.signal} and --time {batch.time}: the job gets the signal as soon as it starts. "
             "Give fewer seconds, or more time"
         )
+    _warn_of_gpus(batch)
     warn_of_one_core(batch)
+
+
+def _warn_of_gpus(batch: BatchScript) -> None:
+    """Tell the user where a job asks for no GPU, or for more than a node has, as far as sinfo tells it."""
+    from zlaunch.slurm.commands import node_sizes
+
+    if batch.gpus_per_node is None:
+        if not any("gpu" in line or "gres" in line for line in batch.sbatch):
+            _warn("the job asks for no GPU, and trains on the CPU: --num_gpus N asks for N on each node")
+        return
+    count = int(str(batch.gpus_per_node).rpartition(":")[2])
+    most = max((gpus for _, gpus in node_sizes(batch.partition)), default=count)
+    if count > most:
+        where = "the default partition" if batch.partition is None else f"partition {batch.partition}"
+        _warn(f"--num_gpus {batch.gpus_per_node}: no node of {where} has so many GPUs; the most is {most}")
 
 
 def _warn(text: str) -> None:

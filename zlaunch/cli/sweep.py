@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -227,9 +228,27 @@ class _Sweep:
                 f"{self.space.metric} {best.last:.6g}"
             )
         elif not so_far:
+            failed = [trial for trial in self.trials if trial.state.startswith("failed")]
+            if len(failed) == len(self.trials):
+                click.echo(f"every trial has failed; the first: {_reason(failed[0])}")
+                click.echo("to run a failed trial again, remove its folder and repeat the command")
+                return
             click.echo(
                 f"no trial has reported {self.space.metric!r}: zlaunch.report({self.space.metric}=...) does"
             )
+
+
+def _reason(trial: SweepTrial) -> str:
+    """Return why a trial has failed, as its events say it; where they say nothing, what its launcher printed
+    may.
+    """
+    from zlaunch.supervisor.event_file import EventFile
+    from zlaunch.view.progress import RunProgress
+
+    failures: list[str] = []
+    with contextlib.suppress(OSError):
+        failures = RunProgress().take_all(EventFile(trial.folder / "events.jsonl").read()).failures
+    return failures[0] if failures else f"{trial.state}, see `zlaunch logs {trial.folder}` and its files"
 
 
 def _of_trial(asked: Asked, trial: SweepTrial, config: str | None, raw: Mapping[str, Any] | None) -> Asked:

@@ -171,7 +171,8 @@ def begun(
         hosts=tuple(hosts),
         world_size=world_size,
         command=_shown(sys.argv[1:]) if asked is None else asked.command,
-        started=time.time(),
+        # of the run: a restart by the same launcher is no other one
+        started=known.started if known is not None and known.pid == os.getpid() else time.time(),
         attempt=attempt,
         asked=None if asked is None else asked.asked,
         boot=boot_clock.boot_id(),

@@ -35,17 +35,24 @@ def find_plain(folder: Path) -> list[Path]:
 
 
 def read_plain(paths: Sequence[Path]) -> ForeignCheckpoint:
+    """Read the weights in files, and name what else lies in them. Raises CheckpointError."""
     state: dict[str, Tensor] = {}
+    left_out: list[str] = []
     for path in paths:
-        state |= _tensors_of(path)
+        tensors, others = _tensors_of(path)
+        state |= tensors
+        left_out += others
     if state and all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     buffers = {name: tensor for name, tensor in state.items() if not tensor.is_floating_point()}
     parameters, tied = with_ties({name: state[name] for name in state if name not in buffers})
-    return ForeignCheckpoint(parameters=parameters, buffers=buffers, tied=tied, facts={})
+    return ForeignCheckpoint(
+        parameters=parameters, buffers=buffers, tied=tied, facts={}, left_out=tuple(left_out)
+    )
 
 
-def _tensors_of(path: Path) -> dict[str, Tensor]:
+def _tensors_of(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights in a file, and the names beside them."""
     if not path.exists():
         raise CheckpointError(f"{path}: is missing")
     if path.suffix == ".safetensors":
@@ -53,16 +60,18 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         try:
-            return dict(load_file(path))
+            return dict(load_file(path)), []
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: is not a safetensors file: {error}") from None
     state = load_torch(path)
+    beside: list[str] = []
     for name in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            beside += [str(other) for other in state if other != name]
             state = state[name]
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{path}: contains no state_dict")
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
         raise CheckpointError(f"{path}: {others[0]!r} is not a tensor, so this is not a model's state_dict")
-    return dict(state)
+    return dict(state), beside

@@ -153,3 +153,27 @@ def test_trials_of_a_sweep_do_not_share_a_checkpoint(tmp_path: Path, monkeypatch
     assert zlaunch.resume_dir(str(tmp_path / "none")) is None
     with pytest.raises(RuntimeError, match=r"shared has a checkpoint, but trial 001 of the sweep"):
         zlaunch.resume_dir(shared)
+
+
+def _steps_and_saves(folder: str, more: dict[str, Any]) -> tuple[int, str]:
+    """Load what is there, make a step, and save; return the rank and what the load has printed."""
+    rank = join()
+    given = {"train_micro_batch_size_per_gpu": 2, "optimizer": CONFIG["optimizer"], **more}
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=given)
+    _, said = _load(engine, folder)
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return rank, said
+
+
+def test_a_load_says_that_other_ranks_make_another_global_batch(tmp_path: Path) -> None:
+    run_workers(_steps_and_saves, 2, f"{tmp_path}/a", {})
+    ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/a", {})
+    line = "the global batch is 2 on 1 rank, and was 4 on 2: gradient_accumulation_steps 2 keeps it\n"
+    assert said.endswith(f"zlaunch: {line}")
+    run_workers(_steps_and_saves, 2, f"{tmp_path}/b", {})
+    ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/b", {"gradient_accumulation_steps": 2})
+    assert "global batch" not in said

@@ -148,7 +148,8 @@ def test_the_trainer_gets_a_config_that_it_fills_in(
     assert {config[key] for key in keys} == {"auto"} and "train_batch_size" not in config
     assert set(config["optimizer"]["params"].values()) == {"auto"}
     assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
-    assert config["zero_optimization"] == {"stage": 1} and not load("ds.json").dropped
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}  # for a stage that is changed by hand
+    assert config["zero_optimization"] == {"stage": 1, **gathers} and not load("ds.json").dropped
     in_code = 'deepspeed="ds.json", per_device_train_batch_size=2, gradient_accumulation_steps=8, bf16=True'
     assert (f"train.py: set TrainingArguments({in_code})" in out) is (then == "train.py")
 

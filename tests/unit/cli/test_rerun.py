@@ -123,8 +123,8 @@ def test_the_run_is_started_with_its_options_in_its_folder(
 ) -> None:
     started: list[Any] = []
 
-    def launch(launcher: Any, why: str, ranks: Any, given: dict[str, Any]) -> int:
-        o = launcher.options
+    def launch(chosen: Any, ranks: Any, given: dict[str, Any]) -> int:
+        o = chosen.launcher.options
         started.append((o.workdir, o.program.name, o.program.args, given["num_gpus"], tuple(sys.argv[1:])))
         return 7
 

@@ -122,7 +122,8 @@ def test_every_import_is_a_dependency() -> None:
     ]
     assert len(files) > 100
     unknown = {(path.name, name) for path in files for name in imports(path) - known}
-    assert unknown == {("host_kernels.py", "numba")}, "that file is imported where numba is there"
+    # these files are imported where the package is there
+    assert unknown == {("host_kernels.py", "numba"), ("trainer_callback.py", "transformers")}
 
 
 def test_a_missing_interpreter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -573,10 +573,8 @@ def test_the_file_asks_for_cores(
     assert main(line) == 0
     shown = capfd.readouterr()
     assert "cpus-per-task" not in shown.out
-    said = (
-        "zlaunch: warning: SLURM may give each node a single CPU core. Ask for more with --cpus_per_task N\n"
-    )
-    assert shown.err == said
+    assert shown.err.startswith("zlaunch: warning: SLURM may give each node a single CPU core.")
+    assert "--cpus_per_task N" in shown.err and "#SBATCH --cpus-per-task=N" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -591,6 +589,8 @@ def test_the_file_asks_for_cores(
         ("--signal USR1@119 --time 2 train.py", ""),
         ("--signal USR1 --time 1 train.py", "--signal USR1 and --time 1"),
         ("--signal USR1@120 --time infinite train.py", ""),
+        ("--num_gpus 4 train.py", "--num_gpus 4: no node of the default partition has so many GPUs"),
+        ("--num_gpus a100:3 --partition x train.py", "--num_gpus a100:3: no node of partition x has"),
     ],
 )
 def test_what_is_probably_a_mistake_is_a_warning(
@@ -604,7 +604,9 @@ def test_what_is_probably_a_mistake_is_a_warning(
     (tmp_path / "train.py").touch()
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").touch()
-    assert main(["slurm", "script", "-c", "8", *options.split()]) == 0
+    gpus = () if "num_gpus" in options else ("--num_gpus", "2")
+    monkeypatch.setattr(queue, "node_sizes", lambda partition: [(64, 2), (64, 0)])
+    assert main(["slurm", "script", "-c", "8", *gpus, *options.split()]) == 0
     shown = capfd.readouterr()
     assert shown.out.startswith("#!/bin/bash")
     assert shown.err.startswith(f"zlaunch: warning: {warned}") if warned else not shown.err
@@ -624,3 +626,13 @@ def test_the_folder_of_the_output_is_created(
     assert capfd.readouterr().err.startswith(
         "zlaunch slurm: error: --output logs/%j/out: SLURM does not create folders"
     )
+
+
+def test_a_job_without_gpus_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for options, is_told in (((), True), (("--sbatch=--gres=gpu:2",), False)):
+        assert main(["slurm", "script", "-c", "8", *options, "train.py"]) == 0
+        assert ("the job asks for no GPU" in capfd.readouterr().err) == is_told
