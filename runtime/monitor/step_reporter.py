@@ -85,12 +85,12 @@ class StepReporter:
         loop: ReportedLoop,
         *,
         every: float | None,
-        total_steps: Callable[[], int | None],
+        total_steps: Callable[[], dict[str, int]],
         on_gpu: bool,
         costs: StepCosts,
     ) -> None:
-        """Report on ``loop``, in all ``every`` steps and at other times. ``total_steps`` returns how many
-        steps there will be, where that is known.
+        """Report on ``loop``, in all ``every`` steps and at other times. ``total_steps`` returns what
+        :func:`find_total_steps` does.
         """
         self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
         reported.has_engine = True
@@ -199,10 +199,9 @@ class StepReporter:
             return
         numbers = dict(zip(report.names, report.numbers.read(), strict=True))
         loss = {"loss": numbers.pop("train_loss")} if "train_loss" in numbers else {}
-        total = None if reported.has_total else self._total_steps()
-        steps = {} if total is None else {"steps": total}
+        steps = {} if reported.has_total else self._total_steps()
         values = {"step": report.step, **steps, **loss, **numbers, **report.known}
-        hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps"}
+        hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps", "of_epoch"}
         own = {name: value for name, value in values.items() if name not in hidden}
         split = self._split(report.steps)
         send_step({"engine_step": report.step, **own, **split}, printed=report.printed)

@@ -20,13 +20,13 @@ class PlannedLoop(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
 
-def find_total_steps(config: Config, loop: PlannedLoop) -> int | None:
-    """Return the steps that the schedule counts; else those until the end of the epoch, where `initialize`
-    made the data loader; None where neither says it.
+def find_total_steps(config: Config, loop: PlannedLoop) -> dict[str, int]:
+    """Return ``steps``, how many the schedule counts. Where it says nothing, and `initialize` made the data
+    loader, ``steps`` is the last one of an epoch, whose number is ``of_epoch``. Empty where neither says it.
     """
     params = config.scheduler.params if config.scheduler is not None else {}
     planned = _whole(params.get("total_num_steps")) or _of_schedule(loop.lr_scheduler)
-    return planned or _until_epoch_ends(loop)
+    return {"steps": planned} if planned else _until_epoch_ends(loop)
 
 
 def _of_schedule(scheduler: Any) -> int | None:
@@ -39,16 +39,16 @@ def _of_schedule(scheduler: Any) -> int | None:
     return _whole(getattr(scheduler, "total_steps", None))
 
 
-def _until_epoch_ends(loop: PlannedLoop) -> int | None:
+def _until_epoch_ends(loop: PlannedLoop) -> dict[str, int]:
     loader = loop.training_dataloader
     if loader is None or not loader.epoch:
-        return None
+        return {}
     try:
         steps = len(loader) * loader.epoch // loop.gradient_accumulation_steps()
     except TypeError:  # a stream has no length
-        return None
+        return {}
     # another loader's steps, or those of a run that was resumed with other batches, are not counted here
-    return steps if steps >= max(1, loop.global_steps) else None
+    return {"steps": steps, "of_epoch": loader.epoch} if steps >= max(1, loop.global_steps) else {}
 
 
 def _whole(value: Any) -> int | None:

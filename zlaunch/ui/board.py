@@ -52,6 +52,8 @@ class RunSummary:
     """Whether all of its events have been read."""
     step: int | None = None
     steps: int | None = None
+    of_epoch: int | None = None
+    """The epoch that `steps` ends; None where it ends the run."""
     left_s: float | None = None
     losses: tuple[float, ...] = ()
     workers: int = 0
@@ -246,6 +248,7 @@ def _summarise(
         is_read=is_read,
         step=progress.step,
         steps=progress.steps,
+        of_epoch=progress.of_epoch,
         left_s=progress.seconds_left() if run.state == "running" else None,
         losses=_thinned([y for _, y in progress.series["loss"].shown()] if "loss" in progress.series else []),
     )

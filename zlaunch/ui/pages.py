@@ -124,7 +124,8 @@ def _progress(run: RunSummary) -> Html:
     if not run.steps:
         return html("step {step}", step=run.step)
     left = f", {span(run.left_s)} left" if run.left_s is not None else ""
-    text = html("{step} of {steps}{left}", step=run.step, steps=run.steps, left=left)
+    epoch = f" (epoch {run.of_epoch})" if run.of_epoch else ""
+    text = html("{step} of {steps}{epoch}{left}", step=run.step, steps=run.steps, epoch=epoch, left=left)
     bar = html('<progress max="{steps}" value="{step}"></progress>', step=run.step, steps=run.steps)
     return html("{bar}<br>{text}", bar=bar, text=text)
 

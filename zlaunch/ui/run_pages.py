@@ -48,8 +48,9 @@ class RunReader:
         """Describe the run by what has been read; ``run`` is the run as it stands now."""
         content = run_record.read_json(run.path / "config.effective.json").get("config")
         known = next((event for event in reversed(self._kept) if event.get("type") == "environment"), {})
+        label = run.record.label
         return RunPage(
-            run.name,
+            f"{label} ({run.name})" if label else run.name,
             _facts(run, self.progress),
             self.progress,
             content if isinstance(content, dict) else {},
@@ -62,8 +63,7 @@ class RunReader:
 def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
     record = run.record
     end = record.ended or progress.last or record.started
-    rows = [("name", record.label)] if record.label else []
-    rows += [
+    rows = [
         ("command", shlex.join(("zlaunch", *record.command))),
         ("hosts", ", ".join(record.hosts)),
         ("ranks", str(record.world_size)),

@@ -71,7 +71,8 @@ def _parts(progress: RunProgress, now: float) -> dict[str, str]:
         return {}
     found = {}
     if step is not None:
-        found["step"] = f"{step}/{steps}" if steps else f"step {step}"
+        epoch = f" (epoch {progress.of_epoch})" if progress.of_epoch else ""
+        found["step"] = f"{step}/{steps}{epoch}" if steps else f"step {step}"
     if progress.started:
         found["elapsed"] = clock(now - progress.started)
     left = progress.seconds_left()

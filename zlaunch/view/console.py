@@ -332,6 +332,7 @@ def _last_state(line: bytes) -> bytes:
 _LINE = (
     "step",
     "steps",
+    "of_epoch",
     "loss",
     "lr",
     "loss_scale",
@@ -374,6 +375,8 @@ def metrics_line(values: Mapping[str, Any], memory_gb: Collection[float]) -> str
 
     steps = values.get("steps")
     of = f"/{steps:.0f}" if isinstance(steps, (int, float)) and steps else ""
+    epoch = values.get("of_epoch")
+    of += f" (epoch {epoch:.0f})" if of and isinstance(epoch, (int, float)) else ""
     step = shown("step", "step {:.0f}" + of)
     words = [
         *step,

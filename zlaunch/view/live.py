@@ -64,16 +64,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
 
 
+def _total_of(progress: RunProgress) -> str:
+    """Write what follows the number of a step: its total, and the epoch that this ends."""
+    if not progress.steps:
+        return ""
+    return f" of {progress.steps}" + (f" (epoch {progress.of_epoch})" if progress.of_epoch else "")
+
+
 def _headline(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:
     end = now if state == "running" else progress.last
     words = [title, state, span(max(0.0, end - progress.started)) if progress.started else ""]
     if progress.attempt:
         words.append(f"restart {progress.attempt}")
     if progress.step is not None:
-        words.append(f"step {progress.step}" + (f" of {progress.steps}" if progress.steps else ""))
+        words.append(f"step {progress.step}{_total_of(progress)}")
     left = progress.seconds_left()
     if left is not None and state == "running":
-        words.append(f"{span(left)} left")
+        words.append(f"{span(left)} left" + (" in the epoch" if progress.of_epoch else ""))
     line = Text(" · ".join(word for word in words if word), style="bold")
     if not progress.steps or progress.step is None:
         return line

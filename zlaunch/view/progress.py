@@ -14,7 +14,17 @@ _MOST_NAMES = 64
 """Series that are kept: a script may report under as many names as it likes."""
 _RECENT = 32
 """Reports of a rank whose times are averaged."""
-_COUNTS = ("step", "steps", "engine_step", "rows", "timed_steps", "micro_tokens", "moved_mb", "disk_mb")
+_COUNTS = (
+    "step",
+    "steps",
+    "of_epoch",
+    "engine_step",
+    "rows",
+    "timed_steps",
+    "micro_tokens",
+    "moved_mb",
+    "disk_mb",
+)
 _LARGEST = 1e100
 TIMES = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
 """Names the parts of a step's time in a report; together they are `all_ms`."""
@@ -175,6 +185,11 @@ class RunProgress:
     def steps(self) -> int | None:
         """Return how many steps there will be, where the run has said it."""
         return self._whole("steps")
+
+    @property
+    def of_epoch(self) -> int | None:
+        """Return the epoch that `steps` ends; None where it ends the run."""
+        return self._whole("of_epoch")
 
     def _whole(self, name: str) -> int | None:
         value = self.ranks[0].values.get(name) if 0 in self.ranks else None

@@ -26,7 +26,7 @@ class Stream(IterableDataset[int]):
 
 def found(
     *, scheduler: Any = None, loader: Any = None, steps: int = 0, micro_batches: int = 1, **config: Any
-) -> int | None:
+) -> dict[str, int]:
     """The number for a loop."""
     loop = SimpleNamespace(
         training_dataloader=loader,
@@ -48,15 +48,15 @@ def _linear(step: int, *, num_training_steps: int) -> float:
 
 def test_schedules_say_how_many_steps_there_are() -> None:
     params = {"total_num_steps": 70, "warmup_max_lr": 0.1}
-    assert found(scheduler={"type": "WarmupDecayLR", "params": params}) is None, "an object of the script"
+    assert found(scheduler={"type": "WarmupDecayLR", "params": params}) == {}, "an object of the script"
     section = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
-    assert find_total_steps(load({"train_batch_size": 1, **section}).config, _loop()) == 70
+    assert find_total_steps(load({"train_batch_size": 1, **section}).config, _loop()) == {"steps": 70}
     trainers = lr_scheduler.LambdaLR(optimizer(), partial(_linear, num_training_steps=500))
-    assert found(scheduler=trainers) == 500
-    assert found(scheduler=lr_scheduler.LambdaLR(optimizer(), lambda step: 1.0)) is None
-    assert found(scheduler=lr_scheduler.OneCycleLR(optimizer(), 0.1, total_steps=60)) == 60
-    assert found(scheduler=SimpleNamespace(total_steps=float("inf"))) is None
-    assert found() is None
+    assert found(scheduler=trainers) == {"steps": 500}
+    assert found(scheduler=lr_scheduler.LambdaLR(optimizer(), lambda step: 1.0)) == {}
+    assert found(scheduler=lr_scheduler.OneCycleLR(optimizer(), 0.1, total_steps=60)) == {"steps": 60}
+    assert found(scheduler=SimpleNamespace(total_steps=float("inf"))) == {}
+    assert found() == {}
 
 
 def _loop() -> Any:
@@ -67,13 +67,13 @@ def _loop() -> Any:
 
 def test_a_loader_tells_the_steps_until_the_end_of_the_epoch() -> None:
     loader = EngineLoader(list(range(40)), batch_size=2, rank=0, world_size=2)  # type: ignore[arg-type]
-    assert found(loader=loader) is None, "the script may never read it"
+    assert found(loader=loader) == {}, "the script may never read it"
     for epoch in (1, 2):
         for _ in loader:
-            assert found(loader=loader) == 10 * epoch
-    assert found(loader=loader, micro_batches=3) == 6
-    assert found(loader=loader, steps=21) is None, "another loader's steps"
-    assert found(loader=loader, scheduler=SimpleNamespace(total_steps=15)) == 15
+            assert found(loader=loader) == {"steps": 10 * epoch, "of_epoch": epoch}
+    assert found(loader=loader, micro_batches=3) == {"steps": 6, "of_epoch": 2}
+    assert found(loader=loader, steps=21) == {}, "another loader's steps"
+    assert found(loader=loader, scheduler=SimpleNamespace(total_steps=15)) == {"steps": 15}
     stream = EngineLoader(Stream(), batch_size=2, rank=0, world_size=1)
     next(iter(stream))
     assert found(loader=stream) is None

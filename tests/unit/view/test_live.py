@@ -38,3 +38,9 @@ def test_numbers_at_the_ends_of_what_a_float_holds() -> None:
     drawn(*(metrics(step=step, steps=5, loss=step * 1e-310) for step in range(5)))
     huge = {"all_ms": 1e299, "forward_ms": 1e299, "timed_steps": 1e299}
     assert "nan" not in drawn(metrics(step=1, **huge), metrics(step=2, **huge))
+
+
+def test_a_total_that_is_an_epochs_is_called_so() -> None:
+    events = [metrics(step=step, steps=32, of_epoch=1) for step in (1, 2)]
+    assert "step 2 of 32 (epoch 1)" in drawn(*events) and "left in the epoch" in drawn(*events)
+    assert "epoch" not in drawn(*(metrics(step=step, steps=32) for step in (1, 2)))
