@@ -73,7 +73,9 @@ def _here(text: str, command: str) -> FoundRun:
     """Return a run whose end can be seen on this host. Raises click.UsageError."""
     found = settle(find_run(text))
     if found.record.ended is None and found.is_elsewhere:
-        there = f"ssh -t {found.record.host} {sys.executable} -m zlaunch {command} {found.path.absolute()}"
+        job = found.record.slurm_job
+        reach = f"srun --overlap --pty --jobid {job} -n1" if job else f"ssh -t {found.record.host}"
+        there = f"{reach} {sys.executable} -m zlaunch {command} {found.path.absolute()}"
         raise click.UsageError(f"the launcher of {text} is on {found.record.host}: {there}")
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ def doctor(hostfile: str | None, as_json: bool, iface: str | None, **given: Any)
         print(json.dumps(data, indent=2))
     else:
         _show(reports, problems)
+    if hostfile is None and os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        every = "srun --ntasks-per-node=1 zlaunch doctor"
+        print(f"zlaunch: only this machine was checked; for each node of the job: {every}", file=sys.stderr)
     return 0 if data["ok"] else 1
 
 

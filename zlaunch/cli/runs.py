@@ -64,7 +64,7 @@ def _living(text: str, command: str) -> FoundRun:
         there = f"{program} {command} {run.path.absolute()}"
         raise click.UsageError(
             f"the launcher of {text} is on {known.host}: ssh {known.host} {there}; "
-            f"or, in a SLURM job: srun --overlap --jobid JOB -n1 {there}"
+            f"or, in a SLURM job: srun --overlap --jobid {run.record.slurm_job or 'JOB'} -n1 {there}"
         )
     if known.is_of_other_namespace and run.state == "running":
         raise click.UsageError(
