@@ -62,6 +62,7 @@ class Controller:
         attempt: int = 0,
         regroups: Callable[[], bool] = lambda: False,
         provenance: Provenance | None = None,
+        save_asked: bool = False,
     ) -> None:
         """Take the plan and started agents. `regroups` tells whether another attempt with more nodes may
         begin as soon as the run has saved.
@@ -93,7 +94,8 @@ class Controller:
         self.wait_told_at = self.started_at + SLOW_S - _WAITED_S
         self.signum = 0
         self.signalled_at = 0.0
-        self.save_asked = False
+        self.save_asked = save_asked
+        """Whether the workers are to save and stop: before there were any, or later."""
         self.last_saved: tuple[object, ...] = ()
         self.has_engine = False
         """Whether the script has made an engine."""
@@ -307,6 +309,8 @@ class Controller:
             if not self.starting:
                 self.console.waiting("", 0.0)
                 self._on_all_started()
+                if self.save_asked:  # those that started after the signal have not got it
+                    self._pass_on(signal.SIGUSR1, None)
             process = Process(event["pid"], event["start_ticks"])
             self.started[index].append(process)
             if self.links[index].transport.local:

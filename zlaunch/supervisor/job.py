@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -93,20 +93,20 @@ class Limits:
 
 def run_job(job: Job, console: Console, limits: Limits, provenance: Provenance | None = None) -> Outcome:
     """Run the job until it ends well, or no restart is left."""
-    with signals_without_workers() as at_end:
+    with signals_without_workers() as signals:
         try:
-            outcome = _run(job, console, limits, provenance)
+            outcome = _run(job, console, limits, provenance, signals)
         except Stopped as stopped:
-            at_end()  # a second signal must not end this report of the first
+            signals.end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
             outcome = Outcome(128 + stopped.signum, signum=stopped.signum)
         except BaseException as error:
-            at_end()
+            signals.end()
             refused = isinstance(error, LaunchError)
             end = End(REFUSED_CODE, "refused") if refused else End(1, "failed")
             run_record.ended(job.options.run_dir, end)
             raise
-        at_end()
+        signals.end()
         run_record.ended(job.options.run_dir, job.end_of(outcome))
     return outcome
 
@@ -118,53 +118,69 @@ class Stopped(BaseException):
         self.signum = signum
 
 
+class SignalsWithoutWorkers:
+    """Keeps what signals have asked for while no controller handled them."""
+
+    def __init__(self) -> None:
+        self.save_asked = False
+        """Whether the workers are to save and stop, as soon as there are some."""
+        self._ended = False
+
+    def end(self) -> None:
+        """Let signals change nothing any more: the outcome is known."""
+        self._ended = True
+
+    def stop(self, signum: int, frame: object) -> None:
+        """Handle a signal that ends the run. Raises Stopped."""
+        if not self._ended:
+            raise Stopped(signum)
+
+    def note(self, signum: int, frame: object) -> None:
+        """Handle a signal that is passed on to workers."""
+        self.save_asked = self.save_asked or signum == signal.SIGUSR1
+
+
 @contextmanager
-def signals_without_workers() -> Iterator[Callable[[], None]]:
+def signals_without_workers() -> Iterator[SignalsWithoutWorkers]:
     """Handle a run's signals while no controller does: while nodes are waited for or connected to, and after
     the last attempt. None may kill the launcher before it has written its record.
 
-    Raises Stopped in the block. Gives a function to call when the outcome is known: signals change nothing
-    from then on.
+    Raises Stopped in the block.
     """
-    ended = False
-
-    def at_end() -> None:
-        nonlocal ended
-        ended = True
-
-    def stop(signum: int, frame: object) -> None:
-        if not ended:
-            raise Stopped(signum)
-
-    def pass_over(signum: int, frame: object) -> None:
-        return None
-
+    signals = SignalsWithoutWorkers()
     before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, *PASSED_SIGNALS)}
     for signum in before:
         if before[signum] is not signal.SIG_IGN:
-            signal.signal(signum, stop if signum in STOP_SIGNALS else pass_over)
+            signal.signal(signum, signals.stop if signum in STOP_SIGNALS else signals.note)
     try:
-        yield at_end
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
 
-def _run(job: Job, console: Console, limits: Limits, provenance: Provenance | None) -> Outcome:
+def _run(
+    job: Job, console: Console, limits: Limits, provenance: Provenance | None, signals: SignalsWithoutWorkers
+) -> Outcome:
     agents = Agents(job.connect, console.waiting)
     try:
-        return _attempts(job, agents, console, limits, provenance)
+        return _attempts(job, agents, console, limits, provenance, signals)
     finally:
         agents.end()
 
 
 def _attempts(
-    job: Job, agents: Agents, console: Console, limits: Limits, provenance: Provenance | None
+    job: Job,
+    agents: Agents,
+    console: Console,
+    limits: Limits,
+    provenance: Provenance | None,
+    signals: SignalsWithoutWorkers,
 ) -> Outcome:
     hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
     attempt, restarts, port_retried, pause_s = limits.first_attempt, 0, False, _FIRST_PAUSE_S
     while True:
-        outcome = _attempt(job, agents, hosts, console, limits, attempt, provenance)
+        outcome = _attempt(job, agents, hosts, console, limits, attempt, provenance, signals)
         if not outcome.signum:
             _await_leases(outcome.left, console)
         attempt += outcome.started
@@ -216,6 +232,7 @@ def _attempt(
     limits: Limits,
     attempt: int,
     provenance: Provenance | None,
+    signals: SignalsWithoutWorkers,
 ) -> Outcome:
     nodes = _gather(job, agents, hosts, console, limits)
     if isinstance(nodes, Outcome):
@@ -244,6 +261,7 @@ def _attempt(
         attempt=attempt,
         regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
         provenance=provenance,
+        save_asked=signals.save_asked,
     )
     try:
         outcome = controller.run()

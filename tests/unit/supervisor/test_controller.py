@@ -430,3 +430,15 @@ def test_the_node_of_rank_0_lists_its_packages_once_all_workers_have_started(sce
     assert [agent.commands().count("packages") for agent in scene.agents] == [1, 0]
     assert sorted(event["lines"] for event in provenance.taken) == [["a==0"], ["a==1"]]
     assert "packages" not in Path(scene.plan.run_dir, "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("save_asked", [True, False])
+def test_workers_that_start_after_a_save_was_asked_for_are_told(scene: Scene, save_asked: bool) -> None:
+    scene.controller.save_asked = save_asked
+    for rank in (0, 1):
+        scene.say(rank, {"type": "spawn", "local_rank": 0, "pid": 1, "start_ticks": 1})
+        scene.end(rank)
+    scene.run()
+    for agent in scene.agents:
+        asked = [m["signum"] for m in agent.told if m.get("cmd") == "signal"]
+        assert asked == [signal.SIGUSR1] * save_asked

@@ -91,6 +91,7 @@ class Scene:
         self.outcomes: Iterator[Outcome | Callable[[], Outcome]] = iter(())
         self.attempts: list[Attempt] = []
         self.plans: list[Plan] = []
+        self.save_asked: list[bool] = []
         self.err = io.BytesIO()
         self.stay: Callable[[Sequence[str], Outcome], Sequence[str]] = lambda hosts, outcome: [
             host for host in hosts if host not in outcome.lost
@@ -100,6 +101,7 @@ class Scene:
         """What stands for a controller: it knows how the attempt ends."""
         hosts = tuple(link.host for link in links)
         self.attempts.append((more["attempt"], hosts))
+        self.save_asked.append(more["save_asked"])
         self.plans.append(plan)
         made = SimpleNamespace(links=links, waiting=set())
 
@@ -492,3 +494,18 @@ def test_a_node_that_gets_sick_is_left_out_of_the_next_attempt(scene: MakeScene,
     health = {"checks_health": True, "excludes_unhealthy": True}
     assert one.run(gets_sick, Outcome(0), min_nodes=1, max_restarts=1, **health) == Outcome(0)
     assert one.attempts == [(0, ("a", "b")), (1, ("a",))]
+
+
+def test_a_save_that_is_asked_for_before_there_are_workers_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    monkeypatch.setattr(module, "Controller", scene.controller)
+    connect = scene.job.connect
+
+    def asked(hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return connect(hosts, say)
+
+    monkeypatch.setattr(scene.job, "connect", asked)
+    assert scene.run(Outcome(0)).code == 0 and scene.save_asked == [True]
