@@ -47,8 +47,9 @@ class Standing:
 
 def recorded_collectives() -> tuple[list[tuple[str, int, str]], dict[str, int]]:
     """Read torch's flight recorder. Return the first collectives that have begun and not ended, each as its
-    process group, its number there and a text such as ``nccl:all_reduce number 12 of [1024, 64]``, and the
-    number of the last one begun of each group. Both are empty where nothing is recorded.
+    process group, its number there and a text such as ``nccl:all_reduce (number 12 in its group, shape
+    [1024, 64])``, and the number of the last one begun of each group. Both are empty where nothing is
+    recorded.
     """
     dump: Any = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:
@@ -63,7 +64,8 @@ def recorded_collectives() -> tuple[list[tuple[str, int, str]], dict[str, int]]:
             begun[group] = max(number, begun.get(group, 0))
             if not entry["retired"] and entry["state"] != "completed":
                 sizes = ", ".join(str(size) for size in entry["input_sizes"])[:_MOST_CHARS]
-                unfinished.append((group, number, f"{entry['profiling_name']} number {number} of {sizes}"))
+                text = f"{entry['profiling_name']} (number {number} in its group, shape {sizes})"
+                unfinished.append((group, number, text))
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # another version's form
         return [], {}
     return unfinished[:_MOST_COLLECTIVES], begun

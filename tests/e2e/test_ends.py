@@ -33,7 +33,7 @@ def zlaunch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("script", "stops", "cause", "words"),
-    [(SIGNALS_ITSELF, False, "failed", "failed"), (SLEEPS, True, "stopped", "stopped by user")],
+    [(SIGNALS_ITSELF, False, "failed", "failed"), (SLEEPS, True, "stopped", "stopped by SIGTERM")],
 )
 def test_a_signal_of_the_user_and_one_of_nobody_are_told_apart(
     tmp_path: Path, script: str, stops: bool, cause: str, words: str

@@ -151,6 +151,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
     for ours in _OPTIONS.get(bare, ()):
         if f"--{ours}" in known:
             return f"{text}: use --{ours}."
+    if bare in ("dry_run", "dry-run") and error.ctx.command_path == "zlaunch slurm submit":
+        return f"{text}: `zlaunch slurm script` prints the batch file and submits nothing."
     if "--num_gpus" in known and bare in _OF_THE_SCRIPT:
         return f"{text}. An option of the script goes after the script: SCRIPT {error.option_name}"
     if near := difflib.get_close_matches(error.option_name, known, n=1, cutoff=_LEAST_LIKENESS):

@@ -123,7 +123,9 @@ def submit(command: tuple[str, ...], follow: bool, **options: Any) -> int:
 
     _check_given(command)
     if follow and options["array"] is not None:
-        raise click.UsageError("--follow works with one job, not with --array")
+        raise click.UsageError(
+            "--follow works with one job, not with --array: `zlaunch logs -f RUN` follows a task"
+        )
     if command[0].endswith(".sbatch"):
         _check_existing(command, options)
         job_id = hand_over(command[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from zlaunch.errors import NodeError
+from zlaunch.system.processes import signal_name
 
 Cause = Literal["finished", "failed", "refused", "host refused", "stopped", "saved", "timed out", "lost"]
 """Why a run ended.
@@ -29,7 +30,7 @@ runtime uses this number as well.
 """
 REFUSED_CODE: Final = 2
 
-_WORDS: Final[Mapping[Cause, str]] = {"stopped": "stopped by user", "saved": "saved and stopped"}
+_WORDS: Final[Mapping[Cause, str]] = {"saved": "saved and stopped"}
 _STOP_CODES: Final = tuple(128 + signum for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
@@ -58,9 +59,11 @@ class End:
 
     @property
     def words(self) -> str:
-        """Return the cause as people read it beside the code: "timed out", "stopped by user"."""
+        """Return the cause as people read it beside the code: "timed out", "stopped by SIGTERM"."""
         if places := (*self.hosts, *(f"{host}:{slot}" for host, slot in self.slots)):
             return f"{self.cause}: {', '.join(places)}"
+        if self.cause == "stopped" and self.code in _STOP_CODES:  # by the user, or by SLURM's time limit
+            return f"stopped by {signal_name(self.code - 128)}"
         return _WORDS.get(self.cause, self.cause)
 
     def as_json(self) -> dict[str, Any]:

@@ -59,6 +59,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "kill -9 last": ("zlaunch stop --signal KILL last",),
     "kill": ("zlaunch stop RUN",),
     "stop": ("RUN", "last"),
+    "slurm submit --dry_run train.py": ("--dry_run", "zlaunch slurm script"),
     "stop --timeout nan last": ("--timeout", "nan"),
     "clean": ("zlaunch ps --clean",),
     "lgos": ("zlaunch logs",),

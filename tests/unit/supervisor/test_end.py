@@ -62,7 +62,7 @@ def test_the_cause_stands_beside_the_code(tmp_path: Path) -> None:
     run_record.begun(str(tmp_path), "id", ["n1"], 1)
     assert shown(tmp_path, End(0, "finished")) == "ended 0"
     assert shown(tmp_path, End(143, "failed")) == "ended 143 (failed)"
-    assert shown(tmp_path, End(143, "stopped")) == "ended 143 (stopped by user)"
+    assert shown(tmp_path, End(143, "stopped")) == "ended 143 (stopped by SIGTERM)"
     assert shown(tmp_path, End(143, "timed out")) == "ended 143 (timed out)"
     assert shown(tmp_path, End(2, "host refused", ("n1", "n2"))) == "ended 2 (host refused: n1, n2)"
     both = End(1, "host refused", ("n1",), (("n2", 0), ("n2", 3)))

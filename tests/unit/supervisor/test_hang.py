@@ -129,7 +129,7 @@ def test_the_runtimes_own_words() -> None:
 
 def test_ranks_that_wait_for_their_gpu() -> None:
     """`loss.item()` is a line of the script like any other: the numbers of the collectives tell."""
-    text = "nccl:all_reduce number 12 of [64]"
+    text = "nccl:all_reduce (number 12 in its group, shape [64])"
     waiting = stand("", [["0", 12, text]], {"0": 13})
     hosts = {0: "n1", 1: "n1", 2: "n2"}
     told = known(r0=waiting, r1=stand("", [], {"0": 11}), r2=waiting)
@@ -140,7 +140,7 @@ def test_ranks_that_wait_for_their_gpu() -> None:
 
 
 def test_a_rank_inside_of_the_others_collective_is_not_late() -> None:
-    text = "nccl:all_reduce number 12 of [64]"
+    text = "nccl:all_reduce (number 12 in its group, shape [64])"
     told = known(r0=stand("", [["0", 12, text]], {"0": 12}), r1=stand("", [["0", 12, text]], {"0": 12}))
     hosts = {0: "n1", 1: "n1"}
     assert where(dict.fromkeys(hosts, LOADS), told, hosts, hosts) == [
