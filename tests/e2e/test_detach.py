@@ -165,5 +165,8 @@ def test_streams_times_and_the_newest_part_of_logs(folder: Path) -> None:
     stamped = zlaunch(folder, "logs", "-t", "--since=1h", "--stderr").stdout
     assert stamped.startswith("20") and stamped.endswith(" why\n") and stamped.count(":") == 2
     assert zlaunch(folder, "logs", "--since=2099-01-01").stdout == ""
+    (logs / "rank_00001.log").touch()  # of a rank that prints nothing
+    both = zlaunch(folder, "logs", "-t", "--since=1h", "--stderr")
+    assert both.returncode == 0 and both.stdout.endswith(" why\n"), both
     said = zlaunch(folder, "logs", "--since=yesterday")
     assert said.returncode == 2 and "is not a time" in said.stderr

@@ -85,12 +85,16 @@ def logs(
             f"the launcher is {found.state}: if it is killed, that is not seen here; Ctrl-C ends this"
         )
     readers: dict[int, LogReader] = {}
+    has_log = False
     while True:
         has_ended = not follow or settle(found.now()).has_ended  # asked first: what comes later is still read
         for rank, path in _files(found.path / "logs", wanted).items():
+            has_log = True
             try:
                 if rank not in readers:
                     if show.needs_times and not times_path(path).exists():
+                        if not path.stat().st_size:  # it has written nothing so far
+                            continue
                         raise click.UsageError(f"{path} has no timestamps: an older zlaunch wrote it")
                     readers[rank] = _reader(path, lines)
                 for piece in readers[rank].read(_BLOCK_BYTES):
@@ -105,7 +109,7 @@ def logs(
             break
         time.sleep(_POLL_S)
     show.console.close()
-    if not readers:
+    if not has_log:
         raise click.UsageError(f"{run}: no rank {'' if wanted is None else 'of these '}has a log")
     return int(show.console.has_failed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from textwrap import shorten
 
 from zlaunch.queue.daemon import text_of
 from zlaunch.queue.store import Job, QueuedJob
@@ -14,6 +13,7 @@ from zlaunch.supervisor.run_folder import name_of
 JOB_COLUMNS = ("job", "run", "state", "priority", "slots", "since", "why", "command")
 _COMMAND = 50
 """Characters of a command in the table."""
+_CUT = " ... "
 
 
 def job_row(job: Job) -> tuple[str, ...]:
@@ -24,8 +24,19 @@ def job_row(job: Job) -> tuple[str, ...]:
         return str(job.id), job_name(job), state, "", text_of(job.slots), "", about, ""
     return (
         *(str(job.id), job_name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
-        *(_elapsed(job), _why(job), shorten(" ".join(job.submission.command), _COMMAND)),
+        *(_elapsed(job), _why(job), _command(job)),
     )
+
+
+def _command(job: QueuedJob) -> str:
+    """Return the user's name of a run, and its command without its middle: its end tells jobs apart."""
+    options = [word for option in job.submission.options for word in option.split("=", 1)]
+    name = options[options.index("--name") + 1] + ": " if "--name" in options[:-1] else ""
+    text = " ".join(job.submission.command)
+    if len(text) > _COMMAND:
+        half = (_COMMAND - len(_CUT)) // 2
+        text = f"{text[:half].rstrip()}{_CUT}{text[-half:].lstrip()}"
+    return name + text
 
 
 def job_name(job: Job) -> str:
