@@ -93,6 +93,18 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     assert "best: trial 3" in again.stdout
 
 
+def test_a_sweep_whose_trials_all_fail_says_why(folder: Path) -> None:
+    (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2]\n")
+    (folder / "train.py").write_text("raise RuntimeError('no data')\n")
+    done = zlaunch(folder, "sweep", "grid.yaml", *COMMAND)
+    assert done.returncode == 1, done
+    lines = done.stdout.splitlines()
+    assert any(
+        line.startswith("every trial has failed; the first: rank 0") and "no data" in line for line in lines
+    )
+    assert "remove its folder and repeat the command" in lines[-1]
+
+
 @pytest.mark.exhaustive
 def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     (folder / "hosts").write_text("localhost slots=3\n")

@@ -298,5 +298,5 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     click.echo(f"{path}: {len(found.parameters)} parameters{with_states}")
     if found.left_out:
         names = ", ".join(found.left_out[:5]) + (", ..." if len(found.left_out) > 5 else "")
-        advice = "" if states else "; the guide Migrating from torchrun shows how to keep an optimizer's state"
+        advice = "" if states else "; Migrating from torchrun shows how to keep an optimizer's state"
         click.echo(f"left out: {names}{advice}", err=True)

@@ -167,6 +167,12 @@ def test_parts_that_are_missing(tmp_path: Path) -> None:
         read_foreign(tmp_path / "list.pt")
 
 
+def test_what_lies_beside_a_model_in_a_torch_file_is_named(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(2)}, "opt": {"step": 1}, "epoch": 3}, tmp_path / "x.pt")
+    found = read_foreign(tmp_path / "x.pt")
+    assert list(found.parameters) == ["weight"] and found.left_out == ("opt", "epoch")
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
