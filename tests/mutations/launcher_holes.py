@@ -406,7 +406,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/job.py",
-        "            at_end()  # a second signal must not end this report of the first\n",
+        "            signals.end()  # a second signal must not end this report of the first\n",
         "",
         "a second signal ends the launcher with a traceback",
         _JOB,
