@@ -63,7 +63,8 @@ class RunReader:
 def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
     record = run.record
     end = record.ended or progress.last or record.started
-    rows = [
+    rows = [("name", record.label)] if record.label else []
+    rows += [
         ("command", shlex.join(("zlaunch", *record.command))),
         ("hosts", ", ".join(record.hosts)),
         ("ranks", str(record.world_size)),

@@ -121,3 +121,4 @@ def test_ps_and_the_pages_show_them(runs: Path, capsys: pytest.CaptureFixture[st
     assert "<td>commit</td><td>0a1b2c on trunk, with uncommitted changes</td>" in report
     assert "<td>seed</td><td>7</td>" in report
     assert "<td>name</td><td>wide #lr=3e-4</td>" in report
+    assert "<title>wide #lr=3e-4 (" in report
