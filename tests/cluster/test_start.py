@@ -193,7 +193,7 @@ def test_an_allocation_is_used_as_it_is(cluster: Testbed, tmp_path: Path) -> Non
     script = "import os, socket; print(socket.gethostname(), os.environ['LOCAL_RANK'])"
     launch = start(cluster, tmp_path, by="slurm", script=script)
     assert launch.wait() == 0, launch.err
-    assert "worker.py on n1, n2, n3\n" in launch.err
+    assert "worker.py on n1, n2, n3: 6 workers\n" in launch.err
     assert [launch.log(rank).split() for rank in range(6)] == [
         [f"n{r // 2 + 1}", str(r % 2)] for r in range(6)
     ]
