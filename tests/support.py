@@ -42,6 +42,13 @@ LEFT_OUT = (
     "--ignore=tests/unit/config/test_fuzz.py",  # long, and no torch in it, as the next
     "--ignore=tests/unit/benchmarks",
     "--ignore=tests/unit/kubernetes",  # needs Kubeflow's models
+    "--ignore=tests/unit/ui/test_command.py",  # needs the web server, as the next
+    "--ignore=tests/unit/ui/test_pages.py",
+    "--ignore=tests/unit/view/test_screen.py",  # needs pyte
+    # need accelerate and the Hub's client
+    "--deselect=tests/unit/cli/test_torchrun_flags.py::test_the_variables_of_fsdp_are_those_of_accelerates_launcher",
+    "--deselect=tests/unit/cli/test_torchrun_flags.py::test_accelerates_options_of_fsdp_are_all_known",
+    "--deselect=tests/unit/cli/test_estimate.py::test_a_name_that_the_hub_does_not_have",
     "--ignore=tests/runtime/deadlock/test_rank_mismatch.py",  # long
     # need transformers
     "--ignore=tests/runtime/tensor_parallel/test_families.py",
@@ -111,6 +118,7 @@ COMBINATIONS = (
                     "pipeline_parallel",
                 )
             ),
+            "--deselect=tests/unit/node/test_long_traceback.py::test_an_exception_in_a_group_is_shortened",
             "--deselect=tests/runtime/optim/test_initial_state.py::test_adagrad_with_a_pipeline",
             "--deselect=tests/runtime/test_batch_sizes.py::test_each_batch_of_a_pipeline_is_a_step",
             "--deselect=tests/runtime/test_destroyed_engines.py::test_destroyed_engines_keep_no_descriptors_and_threads[pipeline]",
