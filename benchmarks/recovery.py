@@ -6,8 +6,7 @@ Two CPU workers train a small model. A random worker repeatedly gets SIGKILL at 
 zlaunch, the run resumes from snapshots in memory (`checkpoint.in_memory`), taken every 10 steps. Under
 torchrun, `--max-restarts` restarts a script of plain torch (DDP), which loads the checkpoint that rank 0
 saved to disk every 10 steps. The systems run one after the other. At the end, the losses of every step must
-equal those of an undisturbed run bit for bit. A run that does not resume within a minute counts
-as given up.
+be bit-identical to those of a run without kills. A run that does not resume within a minute is a failure.
 
 `--cost` measures the cost of snapshots instead. The same two processes hold two engines of a model with 15
 million parameters, one with a snapshot every 10 steps, and run them in turns of 20 steps. Each turn includes

@@ -66,12 +66,8 @@ class Folder:
         return Path(f"/proc/self/fd/{self._fd}")
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read it. Raises OSError, also for a pipe, which may never have a writer."""
-        fd = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "is not a file", str(self._name / name))
-        return os.fdopen(fd, "rb")
+        """Open a file to read it. Raises what `open_file` raises."""
+        return open_file(self.path / name)
 
     def write(self, name: str, data: bytes, mode: int = 0o666) -> None:
         """Write a whole file. A reader sees the old content or the new one. Raises OSError."""
@@ -97,6 +93,18 @@ class Folder:
         if isinstance(error, OSError) and isinstance(error.filename, str):  # show the name that people know
             error.filename = error.filename.replace(str(self.path), str(self._name), 1)
         self.close()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to read it.
+
+    Raises OSError, also for a pipe, which may never have a writer, and for a device, which may never end.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return os.fdopen(fd, "rb")
 
 
 def check_folder(path: Path) -> None:

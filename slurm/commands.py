@@ -104,7 +104,8 @@ def follow(
     """Hand on the output file as it grows until the job has left the queue; returns its last state.
 
     The file is looked at every ``poll_s``, SLURM is asked every ``ask_s``; SlurmError when it is silent
-    for ten minutes. A job that is requeued goes on. ``say`` is told why a job waits, when that changes.
+    for ten minutes. A requeued job is followed further. ``say`` gets SLURM's reason for a pending job, and
+    each change of it.
     """
     position = 0
     reason = ""

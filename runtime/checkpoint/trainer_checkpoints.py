@@ -32,7 +32,7 @@ _WEIGHTS_IN_FOLDERS = ("pytorch_model_fsdp_*/", "*/adapter_model.*")
 _INDEX = ".index.json"
 """Ends the name of the file that lists the files of weights in several ones."""
 _BAD_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading JSON raises that is damaged, or has another structure."""
+"""Errors from reading damaged JSON, or JSON of another structure."""
 
 
 def is_output_dir(folder: Path) -> bool:

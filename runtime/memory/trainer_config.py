@@ -50,7 +50,7 @@ def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | boo
     if parallel:
         written["parallel"] = parallel
     if tensor > 1:
-        # accelerate's loaders give each rank samples of its own without this key
+        # Without this key, accelerate's data loaders give different samples to the ranks of one model.
         written["tensor_parallel"] = {"autotp_size": tensor}
     written |= config
     # Without this the Trainer writes no weights that from_pretrained loads, at stage 3 and with parallel

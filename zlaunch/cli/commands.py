@@ -165,8 +165,8 @@ def count_option(*names: str, low: int = 1, high: int | None = None, **more: Any
 
 
 def print_name(name: str) -> None:
-    """Print the name of a run that goes on by itself. It does so also where nobody can read its name: a full
-    disk behind stdout, or a reader that has gone, is no failure of the run.
+    """Print the name of a detached or queued run. A stdout that cannot be written causes a warning alone: the
+    run has not failed.
     """
     try:
         print(name, flush=True)
@@ -176,7 +176,7 @@ def print_name(name: str) -> None:
 
 
 class _Seconds(click.FloatRange):
-    """Is a number of seconds; nan is none, and would never be over."""
+    """Accepts a number of seconds, and rejects nan."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read a number. Raises click.BadParameter."""

@@ -164,7 +164,7 @@ def _config(
 ) -> tuple[str, str]:
     """Return the text of a config, and what is to be said about it. Raises LaunchError.
 
-    ``memory`` is that of a GPU and that of a node, in GiB; None where it is not known.
+    ``memory`` is the memory of a GPU and of a node in GiB; None if the node's is unknown.
     """
     from zlaunch.runtime.memory import choices
     from zlaunch.runtime.memory.activations import of_numbers

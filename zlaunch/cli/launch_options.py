@@ -22,7 +22,6 @@ _FAILURES = "Failures"
 _OUTPUT = "Output"
 _SLURM = "SLURM"
 
-
 _TAKEN = ("last", "latest")
 """Words for the newest run: the second is the link in the folder of runs."""
 

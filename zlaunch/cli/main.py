@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if error.errno == errno.ENOSPC and not error.filename:
-            text = f"cannot write to stdout: {error.strerror}"
+            text = f"cannot write the output: {error.strerror}"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             text = f"too many open files: the limit is {limit}; ulimit -n 4096"

@@ -184,8 +184,8 @@ def meant_command(words: Sequence[str]) -> str | None:
 
 
 def _without_programs(words: Sequence[str]) -> list[str] | None:
-    """Return what is left of a command line without the programs in front of the script, such as
-    `sudo mpirun -np 2 python`; None where it is code (`python -c`).
+    """Remove the programs in front of the script, such as `sudo mpirun -np 2 python`. Return None for code
+    (`python -c`).
     """
     program = words[0].rpartition("/")[2]
     rest = list(words[1:])

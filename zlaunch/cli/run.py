@@ -309,16 +309,18 @@ def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_js
     )
 
 
-def _take_number(arrival: Arrival, given: Mapping[str, Any]) -> int:
-    """Wait for the other nodes, and return this one's number. Raises LaunchError, and click's Exit after a
-    signal.
+def _take_number(arrival: Arrival, given: Mapping[str, Any]) -> tuple[int, bool]:
+    """Wait for the other nodes. Return this one's number, and whether a signal asked to save meanwhile.
+
+    Raises LaunchError, and click's Exit after a signal that stops the run.
     """
     from zlaunch.supervisor.job import Stopped, signals_without_workers
 
     say = partial(_say, quiet=given["quiet"])
     try:
-        with signals_without_workers():
-            return arrival.number(given["connect_timeout"], say)
+        with signals_without_workers() as signals:
+            number = arrival.number(given["connect_timeout"], say)
+            return number, signals.save_asked
     except Stopped as stopped:
         say(f"stopped by {signal_name(stopped.signum)}")
         raise click.exceptions.Exit(128 + stopped.signum) from None
@@ -340,9 +342,11 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
     arrival: Arrival | None = given.get("arrival")
+    save_asked = False
     if arrival is not None:  # nothing refuses this launch any more: only now the other nodes count on it
         try:
-            launcher = chosen.numbered(_take_number(arrival, given))
+            number, save_asked = _take_number(arrival, given)
+            launcher = chosen.numbered(number)
         except BaseException:
             if is_own_folder:
                 drop_unused(Path(run_dir))
@@ -386,7 +390,7 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
         command = record.command if record is not None else ()
         provenance = Provenance(launcher.options, command, given["first_attempt"])
         provenance.begin()
-    outcome = run_job(launcher, console, limits, provenance)
+    outcome = run_job(launcher, console, limits, provenance, save_asked=save_asked)
     for problem in provenance.end() if provenance is not None else ():
         console.error(f"{problem}; the run's record is incomplete")
     return launcher.on_end(outcome, console.message)

@@ -207,7 +207,9 @@ def _warn_of_gpus(batch: BatchScript) -> None:
     most = max((gpus for _, gpus in node_sizes(batch.partition)), default=count)
     if count > most:
         where = "the default partition" if batch.partition is None else f"partition {batch.partition}"
-        _warn(f"--num_gpus {batch.gpus_per_node}: no node of {where} has so many GPUs; the most is {most}")
+        _warn(
+            f"--num_gpus {batch.gpus_per_node}: no node of {where} has that many GPUs; the maximum is {most}"
+        )
 
 
 def _warn(text: str) -> None:

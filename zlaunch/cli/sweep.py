@@ -239,9 +239,7 @@ class _Sweep:
 
 
 def _reason(trial: SweepTrial) -> str:
-    """Return why a trial has failed, as its events say it; where they say nothing, what its launcher printed
-    may.
-    """
+    """Return the first failure in a trial's events; without one, where its logs are."""
     from zlaunch.supervisor.event_file import EventFile
     from zlaunch.view.progress import RunProgress
 

@@ -36,7 +36,7 @@ _CLOCKS_S = 5.0
 
 
 def unseen_gpus(count: object) -> str:
-    """Return the warning where SLURM gave so many GPUs, and the workers see none."""
+    """Return the warning for a job whose ``count`` GPUs from SLURM are not visible."""
     return f"SLURM gave {count} GPU(s), but none is visible: the workers use the CPU"
 
 

@@ -65,8 +65,8 @@ class ClusterLauncher(Launcher):
         """Return the hosts, and the number of workers where the slots are known before the hosts answer."""
         first = len(self.hosts) - self.options.spares
         spare = f" (spare: {', '.join(self.spare_hosts)})" if self.spare_hosts else ""
-        plan = self.known_plan()
-        count = 0 if plan is None else plan.world_size
+        slots = self.selection.chosen or {}
+        count = sum(len(slots[host]) for host in self.hosts[:first] if host in slots)
         workers = "" if count == 0 else f": {count} worker{'s' * (count > 1)}"
         return ", ".join(self.hosts[:first]) + spare + workers
 

@@ -50,7 +50,8 @@ def check_script(name: str, commands: Collection[str]) -> None:
     except OSError:
         raise LaunchError(f"no script {name!r}: there is no folder {str(path.parent)!r}") from None
     # a word without a suffix is rather a command than a script
-    near, command = _near(path, beside), _near_command(name, commands)
+    near = _near(path, beside)
+    command = _near_command(name, commands)
     raise LaunchError(f"no script {name!r}{near or command if path.suffix else command or near}")
 
 

@@ -14,10 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 _PLAIN_KEYS = (
-    *("MON", "TUR", "DON", "HOC", "JOC", "WHIS"),
-    *("SORT[._-]", "DATASET[._-]TEXT[._-]", "LABEL[._-]", "PROMPT[._-]", "CHOSEN[._-]", "REJECTED[._-]"),
+    "MON",
+    "TUR",
+    "DON",
+    "HOC",
+    "JOC",
+    "WHIS",
+    "SORT[._-]",
+    "DATASET[._-]TEXT[._-]",
+    "LABEL[._-]",
+    "PROMPT[._-]",
+    "CHOSEN[._-]",
+    "REJECTED[._-]",
 )
-"""What makes of KEY another word, or the name of a column of a data set."""
+"""Prefixes that turn KEY into another word (MONKEY) or into a column of a data set (SORT_KEY)."""
 _NOT_PLAIN = "".join(rf"(?<!(?<![A-Z]){before}KEY)" for before in _PLAIN_KEYS)
 SECRET_WORDS = (
     r"TOKEN(?!IZER|S)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|AUTH(?!OR(?!IZATION))|"

@@ -23,8 +23,14 @@ def job_row(job: Job) -> tuple[str, ...]:
         state = f"{job.state}, unreadable"
         return str(job.id), job_name(job), state, "", text_of(job.slots), "", about, ""
     return (
-        *(str(job.id), job_name(job), _state(job), str(job.submission.priority), text_of(job.slots)),
-        *(_elapsed(job), _why(job), _command(job)),
+        str(job.id),
+        job_name(job),
+        _state(job),
+        str(job.submission.priority),
+        text_of(job.slots),
+        _elapsed(job),
+        _why(job),
+        _command(job),
     )
 
 

@@ -131,7 +131,7 @@ def _hash(path: Path) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Name a few, first those of Python files."""
+    """List up to three names, Python files first, and count the rest."""
     known = sorted(names, key=lambda name: (not name.endswith(".py"), name))
     more = [f"{len(known) - _MOST_NAMED} more"] if len(known) > _MOST_NAMED else []
     return ", ".join([*map(_shown, known[:_MOST_NAMED]), *more])

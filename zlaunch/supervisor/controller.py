@@ -62,10 +62,10 @@ class Controller:
         attempt: int = 0,
         regroups: Callable[[], bool] = lambda: False,
         provenance: Provenance | None = None,
-        save_asked: bool = False,
+        save_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take the plan and started agents. `regroups` tells whether another attempt with more nodes may
-        begin as soon as the run has saved.
+        begin as soon as the run has saved; `save_asked`, whether an earlier signal asks the workers to save.
         """
         self.regroups, self.regrouping = regroups, False
         self.provenance = provenance
@@ -94,8 +94,10 @@ class Controller:
         self.wait_told_at = self.started_at + SLOW_S - _WAITED_S
         self.signum = 0
         self.signalled_at = 0.0
-        self.save_asked = save_asked
-        """Whether the workers are to save and stop: before there were any, or later."""
+        self.save_asked = False
+        """True once the workers must save and stop."""
+        self.save_asked_before = save_asked
+        """Returns True if they must because of a signal that came before this controller handled signals."""
         self.last_saved: tuple[object, ...] = ()
         self.has_engine = False
         """Whether the script has made an engine."""
@@ -309,7 +311,7 @@ class Controller:
             if not self.starting:
                 self.console.waiting("", 0.0)
                 self._on_all_started()
-                if self.save_asked:  # those that started after the signal have not got it
+                if self.save_asked or self.save_asked_before():  # who started after the signal has not got it
                     self._pass_on(signal.SIGUSR1, None)
             process = Process(event["pid"], event["start_ticks"])
             self.started[index].append(process)

@@ -35,7 +35,7 @@ class Failure:
     talk: str = ""
     """ "lost" or "failed" where the exception came of talking to other ranks, see peers.talk_of."""
     chose_devices: bool = False
-    """Whether the script has set CUDA_VISIBLE_DEVICES: then it decides which GPUs there are."""
+    """True if the script changed CUDA_VISIBLE_DEVICES: a missing GPU is then its own doing."""
 
     @property
     def exit_code(self) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from zlaunch.runtime.trust import open_file
 
 MOST_FILE_BYTES = 1_000_000
 """The longest file without git that is hashed; longer ones are data rather than code."""
@@ -20,17 +21,11 @@ _BLOCK_BYTES = 1 << 20
 def file_hash(path: Path, most: int | None = None) -> str:
     """Return the SHA-256 of a file.
 
-    Raises OSError, also for a pipe, which may never have a writer, for a device, which may never end, and for
-    a file of more than `most` bytes.
+    Raises OSError, also for what is no regular file, and for a file of more than `most` bytes.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "is not a file", str(path))
     found = hashlib.sha256()
-    with os.fdopen(fd, "rb") as file:
-        if most is not None and about.st_size > most:
+    with open_file(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
         while block := file.read(_BLOCK_BYTES):
             found.update(block)

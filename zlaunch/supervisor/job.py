@@ -52,7 +52,7 @@ class Job(ABC):
         """Make the plan for the nodes that answered; one node has no rendezvous. Raises NodeError."""
 
     def find_surprises(self, nodes: Sequence[Node]) -> Sequence[str]:
-        """Return what is not as the job says on the nodes that answered, for the user."""
+        """Return warnings about nodes that differ from what was planned; none by default."""
         return ()
 
     @abstractmethod
@@ -91,9 +91,19 @@ class Limits:
         return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
 
 
-def run_job(job: Job, console: Console, limits: Limits, provenance: Provenance | None = None) -> Outcome:
-    """Run the job until it ends well, or no restart is left."""
+def run_job(
+    job: Job,
+    console: Console,
+    limits: Limits,
+    provenance: Provenance | None = None,
+    *,
+    save_asked: bool = False,
+) -> Outcome:
+    """Run the job until it ends well, or no restart is left. `save_asked`: the workers must save and stop as
+    soon as there are some.
+    """
     with signals_without_workers() as signals:
+        signals.save_asked = save_asked
         try:
             outcome = _run(job, console, limits, provenance, signals)
         except Stopped as stopped:
@@ -123,7 +133,7 @@ class SignalsWithoutWorkers:
 
     def __init__(self) -> None:
         self.save_asked = False
-        """Whether the workers are to save and stop, as soon as there are some."""
+        """True once the workers must save and stop, as soon as there are some."""
         self._ended = False
 
     def end(self) -> None:
@@ -245,8 +255,9 @@ def _attempt(
                 nodes, master_addr=o.master_addr, master_port=o.master_port, iface=o.iface
             )
         plan = replace(job.plan(nodes, rendezvous, attempt), restarts=limits.may_go_on)
-        for text in job.find_surprises(nodes) if attempt == limits.first_attempt else ():
-            console.message(f"warning: {text}")
+        if attempt == limits.first_attempt:
+            for text in job.find_surprises(nodes):
+                console.message(f"warning: {text}")
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
         return _refused_by([error])
@@ -261,7 +272,7 @@ def _attempt(
         attempt=attempt,
         regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
         provenance=provenance,
-        save_asked=signals.save_asked,
+        save_asked=lambda: signals.save_asked,
     )
     try:
         outcome = controller.run()

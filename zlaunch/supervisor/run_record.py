@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of a run's folder. A failure does not end the training, but is said."""
+    """Write a JSON file of a run's folder. A failure prints a warning, and does not end the run."""
     data = (json.dumps(content, indent=1) + "\n").encode()
     try:
         with Folder(path.parent) as folder:

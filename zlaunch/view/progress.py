@@ -155,7 +155,9 @@ class RunProgress:
     def _metrics(self, rank: int, known: RankProgress, given: Mapping[str, Any], when: float) -> None:
         read = {str(name): _number(value) for name, value in given.items()}
         values = {name: value for name, value in read.items() if value is not None}
-        known.values = {name: v for name, v in known.values.items() if name not in read} | values
+        # a total without an epoch is the run's: the script has begun to report its own
+        replaced = {*read, "of_epoch"} if "steps" in read else read
+        known.values = {name: v for name, v in known.values.items() if name not in replaced} | values
         known.heard = when
         memory = values.get("memory_gb")
         if memory is not None:

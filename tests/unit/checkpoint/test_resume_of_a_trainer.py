@@ -183,7 +183,9 @@ def test_a_restart_takes_a_complete_one_instead_of_where_the_engine_has_saved(
 def test_a_restart_stays_with_the_checkpoints_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start, saved, other = (lay_out(tmp_path, step, engine=False) for step in (2, 4, 6))
+    start = lay_out(tmp_path, 2, engine=False)
+    saved = lay_out(tmp_path, 4, engine=False)
+    other = lay_out(tmp_path, 6, engine=False)
     without("trainer_state.json")(lay_out(tmp_path, 8, engine=False))
     monkeypatch.setenv("ZLAUNCH_RESUME_DIR", str(saved))
     given = (None, str(tmp_path), str(start), str(other))

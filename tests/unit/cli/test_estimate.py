@@ -77,7 +77,9 @@ def test_autocast(
         assert main([*target, "--dtype", dtype, "--json"]) == 0
         rows[dtype] = json.loads(capsys.readouterr().out)[0]["gpu"]
     assert rows["fp32"]["parameters"] == rows["bf16_autocast"]["parameters"] != rows["bf16"]["parameters"]
-    low, mixed, high = (rows[each]["activations"] for each in ("bf16", "bf16_autocast", "fp32"))
+    low = rows["bf16"]["activations"]
+    mixed = rows["bf16_autocast"]["activations"]
+    high = rows["fp32"]["activations"]
     assert low < mixed < high
     assert main([*target, "--dtype", "fp16-autocast", "--for", "fits"]) == 0
     assert '"torch_autocast": {"enabled": true, "dtype": "float16"}' in capsys.readouterr().out

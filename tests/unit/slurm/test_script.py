@@ -589,7 +589,7 @@ def test_the_file_asks_for_cores(
         ("--signal USR1@119 --time 2 train.py", ""),
         ("--signal USR1 --time 1 train.py", "--signal USR1 and --time 1"),
         ("--signal USR1@120 --time infinite train.py", ""),
-        ("--num_gpus 4 train.py", "--num_gpus 4: no node of the default partition has so many GPUs"),
+        ("--num_gpus 4 train.py", "--num_gpus 4: no node of the default partition has that many GPUs"),
         ("--num_gpus a100:3 --partition x train.py", "--num_gpus a100:3: no node of partition x has"),
     ],
 )

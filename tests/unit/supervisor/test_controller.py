@@ -35,7 +35,7 @@ class FakeTransport:
 
     local = False
     patience_s = 60.0
-    """After so long without a word it is gone."""
+    """Seconds without an event after which the agent counts as dead."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -434,7 +434,7 @@ def test_the_node_of_rank_0_lists_its_packages_once_all_workers_have_started(sce
 
 @pytest.mark.parametrize("save_asked", [True, False])
 def test_workers_that_start_after_a_save_was_asked_for_are_told(scene: Scene, save_asked: bool) -> None:
-    scene.controller.save_asked = save_asked
+    scene.controller.save_asked_before = lambda: save_asked  # by a signal while nodes were connected to
     for rank in (0, 1):
         scene.say(rank, {"type": "spawn", "local_rank": 0, "pid": 1, "start_ticks": 1})
         scene.end(rank)

@@ -101,7 +101,7 @@ class Scene:
         """What stands for a controller: it knows how the attempt ends."""
         hosts = tuple(link.host for link in links)
         self.attempts.append((more["attempt"], hosts))
-        self.save_asked.append(more["save_asked"])
+        self.save_asked.append(more["save_asked"]())
         self.plans.append(plan)
         made = SimpleNamespace(links=links, waiting=set())
 

@@ -44,3 +44,5 @@ def test_a_total_that_is_an_epochs_is_called_so() -> None:
     events = [metrics(step=step, steps=32, of_epoch=1) for step in (1, 2)]
     assert "step 2 of 32 (epoch 1)" in drawn(*events) and "left in the epoch" in drawn(*events)
     assert "epoch" not in drawn(*(metrics(step=step, steps=32) for step in (1, 2)))
+    own = metrics(step=3, steps=100)  # the script begins to report a total of its own
+    assert "step 3 of 100" in drawn(*events, own) and "epoch" not in drawn(*events, own)
