@@ -7,6 +7,8 @@ leaves a folder from which the Trainer cannot resume: each restart would fail in
 A folder is complete if it has the last file, what comes before it, and if each file has its end: torch.save
 writes an archive whose index is at the end, and safetensors files name their length at the start. Weights are
 needed where no engine's checkpoint has them.
+
+Part of the stand-alone script (``script.py``): needs torch alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _ZIPS = re.compile(
     r"(rng_state|optimizer|scheduler|scaler|training_args|pytorch_model|adapter_model).*\.(pt|pth|bin)"
 )
 """Files that the Trainer writes with torch.save."""
-_WEIGHTS = re.compile(r"((adapter_)?model\.safetensors|(pytorch|adapter)_model\.bin|pytorch_model_fsdp\.bin)")
+_OF_WEIGHTS = re.compile(
+    r"((adapter_)?model\.safetensors|(pytorch|adapter)_model\.bin|pytorch_model_fsdp\.bin)"
+)
 _WEIGHTS_IN_FOLDERS = ("pytorch_model_fsdp_*/", "*/adapter_model.*")
 _INDEX = ".index.json"
 """Ends the name of the file that lists the files of weights in several ones."""
@@ -37,10 +41,10 @@ _BAD_JSON = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 def is_output_dir(folder: Path) -> bool:
     """Tell whether ``folder`` has a Trainer's ``checkpoint-N`` in it."""
-    return any(is_checkpoint(path) for path in folder.glob("checkpoint-*"))
+    return any(is_trainer_checkpoint(path) for path in folder.glob("checkpoint-*"))
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_trainer_checkpoint(folder: Path) -> bool:
     """Tell whether ``folder`` is a Trainer's ``checkpoint-N``, complete or not."""
     named = TRAINER_FOLDER.fullmatch(folder.name) is not None
     return named and any((folder / name).exists() for name in _TRACES)
@@ -54,8 +58,8 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
             of another run, which has used the same output_dir.
     """
     problems: list[str] = []
-    output_dir, last = (folder.parent, _step(folder)) if is_checkpoint(folder) else (folder, None)
-    found = [path for path in output_dir.glob("checkpoint-*") if is_checkpoint(path)]
+    output_dir, last = (folder.parent, _step(folder)) if is_trainer_checkpoint(folder) else (folder, None)
+    found = [path for path in output_dir.glob("checkpoint-*") if is_trainer_checkpoint(path)]
     for path in sorted(found, key=_step, reverse=True):
         if last is not None and _step(path) > last:
             continue
@@ -64,6 +68,14 @@ def newest_complete(folder: Path) -> tuple[Path | None, list[str]]:
             return path, problems
         problems.append(f"{path}: is incomplete ({problem})")
     return None, problems
+
+
+def incomplete(checkpoint: Path) -> str | None:
+    """Say what keeps the Trainer from resuming from the ``checkpoint-N`` that this engine's checkpoint lies
+    in; None for a complete one, and for a checkpoint that is no Trainer's.
+    """
+    folder = checkpoint.absolute().parent
+    return problem_of(folder) if is_trainer_checkpoint(folder) else None
 
 
 def _step(folder: Path) -> int:
@@ -105,7 +117,7 @@ def _problem_of_weights(path: Path, names: Sequence[str]) -> str | None:
             return f"{index} is damaged"
         if missing is not None:
             return f"no {missing}, which {index} names"
-    is_there = indices or any(_WEIGHTS.fullmatch(name) for name in names)
+    is_there = indices or any(_OF_WEIGHTS.fullmatch(name) for name in names)
     if not is_there and not any(any(path.glob(pattern)) for pattern in _WEIGHTS_IN_FOLDERS):
         return "no weights, such as model.safetensors"
     return None

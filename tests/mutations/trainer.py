@@ -27,6 +27,13 @@ MUTATIONS = (
         ("tests/unit/checkpoint/test_resume_of_a_trainer.py",),
     ),
     Mutation(
+        "runtime/checkpoint/trainer_checkpoints.py",
+        "return problem_of(folder) if is_trainer_checkpoint(folder) else None",
+        "return None",
+        "`zlaunch checkpoint export` uses what an interrupted save has left",
+        ("tests/unit/checkpoint/test_trainer_folders.py",),
+    ),
+    Mutation(
         "runtime/checkpoint/checkpointer.py",
         'keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else (_BASE_RATE, "lr")',
         'keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else ("lr",)',

@@ -17,7 +17,7 @@ _TAG = click.option(
     "-t",
     "--tag",
     help='Checkpoint to use; "auto" is the newest undamaged one.  [default: the one in `latest`; in the '
-    "output_dir of a Hugging Face Trainer, the newest checkpoint-N]",
+    "output_dir of a Hugging Face Trainer, the newest complete checkpoint-N]",
 )
 
 
@@ -45,6 +45,22 @@ def _size(nbytes: int) -> str:
         if nbytes >= 10**power:
             return f"{nbytes / 10**power:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def _incomplete(problem: str) -> str:
+    return f"incomplete ({problem})"
+
+
+def _warn_of_incomplete(checkpoint: Path) -> None:
+    """Warn that a Trainer cannot resume from where the weights come from."""
+    from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete
+
+    if (problem := incomplete(checkpoint)) is not None:
+        click.echo(
+            f"zlaunch: warning: {checkpoint.parent} is {_incomplete(problem)}: it has the weights, but the "
+            "Trainer cannot resume from it",
+            err=True,
+        )
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -79,16 +95,20 @@ def _summary(folder: Path) -> dict[str, Any]:
 def list_(folder: str, as_json: bool) -> None:
     """List the checkpoints in FOLDER, newest first."""
     from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates, of_trainer
+    from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete
 
     path = Path(folder)
     if not path.is_dir():
         raise click.UsageError(f"{folder}: no such folder")
     with _as_usage_error():
         inner = of_trainer(path)
-        found = [{**_summary(each), "tag": name} for name, each in inner.items()]
-        found += [_summary(each) for each in candidates(path) if each.name not in inner]
+        paths = {**inner, **{each.name: each for each in candidates(path) if each.name not in inner}}
+        found = [
+            {**_summary(each), "tag": name, "incomplete": incomplete(each)} for name, each in paths.items()
+        ]
         latest = (path / LATEST).read_text(encoding="utf-8").strip() if (path / LATEST).is_file() else None
-        latest = next(iter(inner), latest)
+    if inner:
+        latest = next((each["tag"] for each in found if each["incomplete"] is None), None)
     for each in found:
         each["latest"] = each["tag"] == latest
     if as_json:
@@ -108,6 +128,8 @@ def list_(folder: str, as_json: bool) -> None:
             )
             continue
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["saved"]))
+        if each["incomplete"] is not None:
+            mark = _incomplete(each["incomplete"])
         if each["parts_on"]:
             mark = f"{mark} (parts on {', '.join(each['parts_on'])})".strip()
         numbers = (str(each["world_size"]), str(each["stage"]), _size(each["bytes"]))
@@ -122,7 +144,7 @@ def list_(folder: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(folder: str, tag: str | None, as_json: bool) -> None:
     """Show the parameters and optimizer states of a checkpoint."""
-    from zlaunch.runtime.checkpoint.format.manifest import open_checkpoint
+    from zlaunch.runtime.checkpoint.export.named import open_checkpoint
 
     with _as_usage_error():
         opened = open_checkpoint(folder, tag)
@@ -167,9 +189,11 @@ def show(folder: str, tag: str | None, as_json: bool) -> None:
 @_TAG
 @click.option("-a", "--all", "everything", is_flag=True, help="Verify all checkpoints in FOLDER.")
 def verify(folder: str, tag: str | None, everything: bool) -> int:
-    """Compare a checkpoint with its checksums. Exit code 1 means damage."""
-    from zlaunch.runtime.checkpoint.format.manifest import candidates, of_trainer, open_checkpoint, verified
+    """Compare a checkpoint with its checksums. Exit code 1 means damage, or an incomplete checkpoint-N."""
+    from zlaunch.runtime.checkpoint.export.named import open_checkpoint
+    from zlaunch.runtime.checkpoint.format.manifest import candidates, of_trainer, verified
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
+    from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete
 
     paths = [*of_trainer(Path(folder)).values(), *candidates(Path(folder))] if everything else []
     paths = list(dict.fromkeys(paths))
@@ -181,7 +205,10 @@ def verify(folder: str, tag: str | None, everything: bool) -> int:
     damaged = 0
     for path in paths:
         try:
-            click.echo(f"{path}: whole, {_size(verified(path)[1])} read")
+            size = _size(verified(path)[1])
+            if (problem := incomplete(path)) is not None:
+                raise CheckpointError(f"{path}: is not whole: {path.parent.name} is {_incomplete(problem)}")
+            click.echo(f"{path}: whole, {size} read")
         except CheckpointError as error:
             damaged += 1
             click.echo(f"zlaunch checkpoint verify: error: {error}", err=True)
@@ -237,7 +264,7 @@ def export(
         parse_size,
     )
     from zlaunch.runtime.checkpoint.export.full_weights import export as write
-    from zlaunch.runtime.checkpoint.format.manifest import open_checkpoint
+    from zlaunch.runtime.checkpoint.export.named import open_checkpoint
 
     with _as_usage_error():
         opened = open_checkpoint(folder, tag)
@@ -253,9 +280,11 @@ def export(
                 )
             from zlaunch.runtime.checkpoint.export.distributed import export_distributed
 
+            _warn_of_incomplete(opened.folder)
             for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):
                 click.echo(str(path))
             return
+        _warn_of_incomplete(opened.folder)
         beside = companions(opened, like)
         before = set(Path(out).iterdir()) if Path(out).is_dir() else set()
         written = write(

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..format.manifest import Checkpoint, open_checkpoint
+from ..format.manifest import Checkpoint
 from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, header_of, memory_of, replacing
+from .named import open_checkpoint
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE_NUMEL = 1 << 20

@@ -8,8 +8,9 @@ from functools import cache
 
 from .... import errors
 from ... import cut
+from .. import trainer_checkpoints
 from ..format import manifest, tensor_file
-from . import full_weights
+from . import full_weights, named
 
 NAME = "zero_to_fp32.py"
 
@@ -17,7 +18,8 @@ NAME = "zero_to_fp32.py"
 @cache
 def text() -> str:
     """Return the script: it needs torch, and neither zlaunch nor the safetensors package."""
-    sources = [inspect.getsource(module) for module in (errors, tensor_file, cut, manifest, full_weights)]
+    modules = (errors, tensor_file, cut, manifest, trainer_checkpoints, named, full_weights)
+    sources = [inspect.getsource(module) for module in modules]
     usage = ast.get_docstring(ast.parse(sources[-1]))
     head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'
     return "\n\n".join([head, *map(_without_relative_imports, sources)])

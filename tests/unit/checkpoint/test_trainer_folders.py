@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 import zlaunch
+from tests.unit.checkpoint.test_resume_of_a_trainer import lay_out
 from zlaunch.cli.main import main
 from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+from zlaunch.runtime.checkpoint.export import script
 
 CONFIG = {"model_type": "llama", "dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
 
@@ -91,3 +95,58 @@ def test_what_save_model_leaves_in_the_output_dir_is_one_of_them(
     assert tags == ["checkpoint-30", "global_step20", "checkpoint-10", "checkpoint-9", "checkpoint-2"]
     assert main(["checkpoint", "verify", str(output_dir), "--all"]) == 0
     assert capsys.readouterr().out.count("whole") == 5
+
+
+def test_an_incomplete_one_is_marked_and_the_newest_complete_one_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for step in (100, 200, 300):
+        lay_out(out, step)
+    for name in ("trainer_state.json", "latest", "rng_state_0.pth", "rng_state_1.pth"):
+        (out / "checkpoint-300" / name).unlink()  # Ctrl-C during the save
+    reason = "incomplete (no trainer_state.json)"
+    assert main(["checkpoint", "ls", str(out)]) == 0
+    first, second, third = (row for row in capsys.readouterr().out.splitlines() if "checkpoint-" in row)
+    assert reason in first and "latest" not in first
+    assert "checkpoint-200" in second and "latest" in second and "latest" not in third
+    assert main(["checkpoint", "ls", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["incomplete"] for each in found] == ["no trainer_state.json", None, None]
+    warning = f"zlaunch: warning: {out / 'checkpoint-300'} is {reason}"
+    assert main(["checkpoint", "export", str(out), str(tmp_path / "weights")]) == 0
+    said = capsys.readouterr().err
+    assert f"{warning}: using checkpoint-200 instead\n" in said
+    assert f"{out}: using checkpoint-200; others: checkpoint-300, checkpoint-100\n" in said
+    named = ["--tag", "checkpoint-300"]
+    assert main(["checkpoint", "export", str(out), str(tmp_path / "weights"), *named]) == 0
+    assert f"{warning}: it has the weights, but the Trainer cannot resume" in capsys.readouterr().err
+    for arguments in ([str(out), *named], [str(out), "--all"], [str(out / "checkpoint-300"), "-t", "auto"]):
+        assert main(["checkpoint", "verify", *arguments]) == 1
+        said = capsys.readouterr()
+        assert f"global_step300: is not whole: checkpoint-300 is {reason}\n" in said.err
+        assert "global_step300: whole" not in said.out
+    assert main(["checkpoint", "verify", str(out), "--tag", "auto"]) == 0
+    assert "checkpoint-200/global_step200: whole" in capsys.readouterr().out
+    for step in (100, 200):
+        (out / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    assert main(["checkpoint", "export", str(out), str(tmp_path / "weights")]) == 0
+    said = capsys.readouterr().err
+    assert f"{out}: using checkpoint-300; others: checkpoint-200" in said and f"{warning}: it has the" in said
+
+
+def test_no_name_of_the_stand_alone_script_hides_another() -> None:
+    counts = Counter(
+        name
+        for node in ast.parse(script.text()).body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else [each.id for each in ast.walk(node) if isinstance(each, ast.Name) and is_stored(each)]
+        )
+    )
+    assert [name for name, count in counts.items() if count > 1] == ["_PIECE_NUMEL"]
+
+
+def is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)

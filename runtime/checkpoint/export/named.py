@@ -1,0 +1,67 @@
+"""Opens the checkpoint that a user names, also in the output_dir of a Hugging Face Trainer.
+
+Part of the stand-alone script (``script.py``): needs torch alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..format.manifest import LATEST, Checkpoint, candidates, find, looks_whole, newest_whole, of_trainer
+from ..format.tensor_file import CheckpointError
+from ..trainer_checkpoints import incomplete
+
+
+def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
+    """Open the checkpoint that ``tag`` means, as :func:`find`. In the output_dir of a Hugging Face Trainer,
+    ``tag`` is the name of a ``checkpoint-N``; None takes the newest complete one and prints which. Raises
+    CheckpointError.
+    """
+    folder = Path(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder")
+    if inner := of_trainer(folder):
+        return Checkpoint(inner[_choose_of_trainer(folder, inner, tag)])
+    path = find(folder, tag)
+    if path is None and tag == "auto":
+        raise CheckpointError(f"{folder}: has no complete checkpoint")
+    if path is None:
+        names = [other.name for other in candidates(folder)]
+        advised = f"; --tag takes one of {', '.join(names[:5])}" if names else ""
+        raise CheckpointError(f"{folder}: no checkpoint found (no file {LATEST!r}){advised}")
+    return Checkpoint(path)
+
+
+def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None) -> str:
+    """Return the key of ``inner`` that ``tag`` means; without a tag, the newest complete one, and the newest
+    if none is complete. Raises CheckpointError.
+    """
+    names = list(inner)
+    if tag is None:
+        problems = {name: incomplete(path) for name, path in inner.items()}
+        chosen = next((name for name in names if problems[name] is None), names[0])
+        for name in names[: names.index(chosen)]:
+            print(
+                f"zlaunch: warning: {folder / name} is incomplete ({problems[name]}): using {chosen} instead",
+                file=sys.stderr,
+                flush=True,
+            )
+        left = [name for name in names if name != chosen]
+        others = f"; others: {', '.join(left[:5])}" if left else ""
+        print(f"zlaunch: {folder}: using {chosen}{others}", file=sys.stderr, flush=True)
+        return chosen
+    if tag == "auto":
+        for name, path in inner.items():
+            if incomplete(path) is not None:
+                continue
+            is_numbered = path.parent != folder
+            is_whole = newest_whole(folder / name)[0] is not None if is_numbered else looks_whole(path)
+            if is_whole:
+                return name
+        raise CheckpointError(f"{folder}: has no complete checkpoint")
+    if tag not in inner:
+        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}: use one of {', '.join(names[:5])}")
+    return tag
