@@ -31,7 +31,7 @@ from .format.commit import SaveTarget, absolute
 from .format.jsonable import encode
 from .format.manifest import WHOLE, Checkpoint
 from .format.tensor_file import CheckpointError
-from .load import groups_of
+from .load import OF_SCHEDULES, groups_of
 from .restore import check_fits, come_to_rest, decoded, restore_shards
 from .save import Save, Source, rank_file
 from .selection import choose_target, open_chosen, with_advice
@@ -322,7 +322,7 @@ class Checkpointer:
             given = self._base_rates()
             self._half_loaded = "another rank failed"
             try:
-                restore_shards(checkpoint, self._sharded, step)
+                restore_shards(checkpoint, self._sharded, step, keep=self._kept_entries(schedule))
             except CheckpointError as error:
                 self._half_loaded = str(error)
                 raise
@@ -339,8 +339,7 @@ class Checkpointer:
                 )
                 if with_run:
                     self._tell_batch(facts["engine"], saved["world_size"])
-                if schedule is not None or self._run.lr_scheduler is None:
-                    self._tell_rates(given)
+                self._tell_rates(given)
             return str(checkpoint.folder), facts["client_state"]
         finally:
             checkpoint.close()
@@ -375,6 +374,13 @@ class Checkpointer:
                 f"{folder}: has the state of the scheduler {saved['class']}, but the engine has {kind}: pass "
                 "load_lr_scheduler_states=False to restart the schedule"
             )
+
+    def _kept_entries(self, schedule: Mapping[str, Any] | None) -> tuple[str, ...]:
+        """Name the entries of parameter groups that a load leaves as they are: a schedule for which no state
+        is loaded starts from the configured rate. One without a state of its own continues from the groups.
+        """
+        starts = schedule is None and hasattr(self._run.lr_scheduler, "load_state_dict")
+        return OF_SCHEDULES if starts else ()
 
     def _base_rates(self) -> dict[int, tuple[str, float]]:
         """Return for each parameter group, by its index, the key and the learning rate before a schedule,

@@ -181,11 +181,20 @@ _OF_THE_RUN = ("decoupled_weight_decay", "local_step_clipper")
 """Entries that are saved, but belong to a run's class (Adam or AdamW) or stage."""
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the hyper-parameters that :func:`groups_of` has returned."""
+OF_SCHEDULES = (
+    *("lr", "initial_lr", "max_lr", "min_lr", "swa_lr"),
+    *("base_momentum", "max_momentum"),
+)
+"""Entries that schedules write at their start, and compute later rates from."""
+
+
+def restore_groups(
+    optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]], keep: Sequence[str] = ()
+) -> None:
+    """Restore the hyper-parameters that :func:`groups_of` has returned, except entries to ``keep``."""
     for group, entries in zip(optimizer.param_groups, saved, strict=False):
         for key, value in entries.items():
-            if key in _OF_THE_RUN:
+            if key in _OF_THE_RUN or key in keep:
                 continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..log import warn
@@ -74,9 +75,15 @@ def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
     sharded.comm.barrier()
 
 
-def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
-    """Load the values and, with a ``step``, the optimizer's state. Collective. Raises CheckpointError on
-    every rank; then some values are new and some are old.
+def restore_shards(
+    checkpoint: Checkpoint,
+    sharded: ShardedModel,
+    step: ShardedOptimizer | None,
+    *,
+    keep: Sequence[str] = (),
+) -> None:
+    """Load the values and, with a ``step``, the optimizer's state, without the entries of parameter groups to
+    ``keep``. Collective. Raises CheckpointError on every rank; then some values are new and some are old.
     """
     comm, units = sharded.comm, sharded.units
 
@@ -88,7 +95,7 @@ def restore_shards(checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedO
             step.take_hyperparameters()
             slices = step.split(described(checkpoint))
             load_units(checkpoint, units, step.optimizer, slices)
-            restore_groups(step.optimizer, decoded(checkpoint, WHOLE, saved["groups"]))
+            restore_groups(step.optimizer, decoded(checkpoint, WHOLE, saved["groups"]), keep)
             step.show_hyperparameters()
         load_persistent(checkpoint, sharded)
 

@@ -259,3 +259,59 @@ def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
         save(dict(saved), checkpoint_id=tmp_path / name)
         found = read_foreign(tmp_path / name)
         assert found.parameters.keys() | found.buffers.keys() == own.keys() and not found.left_out
+
+
+def _cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"lr_scheduler": _cosine},
+    {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 4}}},
+    {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2}}},
+]
+
+
+def _rates(folder: str | None, schedule: dict[str, Any], **options: Any) -> list[float]:
+    """Return the learning rates of three steps, and save."""
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config |= {key: value for key, value in schedule.items() if key == "scheduler"}
+    made = schedule.get("lr_scheduler")
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config, lr_scheduler=made)
+    engine.load_checkpoint(folder, **options)
+    rates = []
+    for _ in range(3):
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+    if folder is not None:
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return rates
+
+
+def _rates_after_an_import(folder: str) -> list[tuple[list[float], ...]]:
+    zlaunch.init_distributed()
+    found = []
+    for index, (schedule, old) in enumerate(zip(SCHEDULES, (0.0, 5e-4, 0.0), strict=True)):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2, eta_min=old)
+        for _ in range(2):
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        states = get_state_dict(model, optimizer)
+        there, here = f"{folder}/old-{index}", f"{folder}/{index}"
+        save({"model": states[0], "optim": states[1]}, checkpoint_id=there)
+        write_foreign(read_foreign(there), here)
+        started = _rates(here, schedule)
+        restarted = _rates(here, schedule, load_lr_scheduler_states=False)
+        found.append((_rates(None, schedule), started, restarted))
+    return found
+
+
+def test_a_schedule_without_state_to_load_starts_from_the_configured_rate(tmp_path: Path) -> None:
+    ((*found,),) = run_workers(_rates_after_an_import, 1, str(tmp_path))
+    for expected, started, restarted in found:
+        assert max(expected) > 5e-4 and started == expected and restarted == expected
