@@ -315,7 +315,7 @@ class Checkpointer:
         try:
             facts = self._read_facts(checkpoint)
             schedule = facts["scheduler"] if with_schedule else None
-            self._check_schedule(checkpoint.folder, schedule)
+            self._check_schedule(checkpoint, schedule)
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
             come_to_rest(self._sharded, self._shard_step)
@@ -366,13 +366,16 @@ class Checkpointer:
         )
         return found
 
-    def _check_schedule(self, folder: Path, saved: Mapping[str, Any] | None) -> None:
+    def _check_schedule(self, checkpoint: Checkpoint, saved: Mapping[str, Any] | None) -> None:
         scheduler = self._run.lr_scheduler
         kind = type(scheduler).__name__
         if saved is not None and scheduler is not None and saved["class"] not in (None, kind):
+            section = (checkpoint.manifest.get("config") or {}).get("scheduler") or {}
+            same = f"keep scheduler.type {section['type']} in" if "type" in section else "omit scheduler in"
             raise CheckpointError(
-                f"{folder}: has the state of the scheduler {saved['class']}, but the engine has {kind}: pass "
-                "load_lr_scheduler_states=False to restart the schedule"
+                f"{checkpoint.folder}: has the state of the scheduler {saved['class']}, but the engine has "
+                f"{kind}: pass load_lr_scheduler_states=False to restart the schedule; with the Trainer, "
+                f"{same} the config"
             )
 
     def _kept_entries(self, schedule: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -310,6 +310,10 @@ def _odds(folder: str) -> dict[str, Any]:
     scheduled = engine_of(scheduler=SCHEDULES["cosine"])
     scheduled.save_checkpoint(folder, "cosine")
     message("schedule", lambda: engine_of(scheduler=SCHEDULES["lambda"]).load_checkpoint(folder))
+    settings = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4, "warmup_num_steps": 2}}
+    configured = zlaunch.initialize(model=net(), config=config(1, 12, scheduler=settings))[0]
+    configured.save_checkpoint(folder, "warmup")
+    message("other schedule", lambda: engine_of(scheduler=SCHEDULES["lambda"]).load_checkpoint(folder))
     circular: list[Any] = []
     circular.append(circular)
     message("circle", lambda: engine.save_checkpoint(folder, client_state={"a": circular}))
@@ -326,7 +330,9 @@ def test_odd_states_and_clear_refusals(tmp_path: Path) -> None:
     (found,) = run_workers(_odds, 1, str(tmp_path))
     texts = {
         "groups": "in parameter group 0, but the optimizer has it in group 1",
-        "schedule": "has the state of the scheduler CosineAnnealingLR, but the engine has LambdaLR",
+        "schedule": "has the state of the scheduler CosineAnnealingLR, but the engine has LambdaLR: "
+        "pass load_lr_scheduler_states=False to restart the schedule; with the Trainer, omit scheduler in",
+        "other schedule": "; with the Trainer, keep scheduler.type WarmupDecayLR in the config",
         "circle": "RecursionError",
         "number": "client_state['a'] is a number of 16610 bits",
     }
