@@ -416,9 +416,10 @@ class Checkpointer:
             return
         accumulation = self._run.gradient_accumulation_steps()
         more, rest = divmod(before * accumulation, now)
-        change = f"gradient_accumulation_steps {more}" if more and not rest else "another micro-batch"
+        is_exact = more > 0 and rest == 0
+        change = f"set gradient_accumulation_steps to {more}" if is_exact else "change the micro-batch size"
         here = counted(self._comm.world_size, "rank")
-        say(f"the global batch is {now} on {here}, and was {before} on {ranks}: {change} keeps it")
+        say(f"the global batch is {now} on {here}, and was {before} on {ranks}; to keep {before}, {change}")
 
     def _tell_rates(self, given: Mapping[int, tuple[str, float]]) -> None:
         """Tell the user that the checkpoint's learning rate has replaced another one."""

@@ -172,7 +172,9 @@ def _steps_and_saves(folder: str, more: dict[str, Any]) -> tuple[int, str]:
 def test_a_load_says_that_other_ranks_make_another_global_batch(tmp_path: Path) -> None:
     run_workers(_steps_and_saves, 2, f"{tmp_path}/a", {})
     ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/a", {})
-    line = "the global batch is 2 on 1 rank, and was 4 on 2: gradient_accumulation_steps 2 keeps it\n"
+    line = (
+        "the global batch is 2 on 1 rank, and was 4 on 2; to keep 4, set gradient_accumulation_steps to 2\n"
+    )
     assert said.endswith(f"zlaunch: {line}")
     run_workers(_steps_and_saves, 2, f"{tmp_path}/b", {})
     ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/b", {"gradient_accumulation_steps": 2})
