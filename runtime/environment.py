@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Holds a process's place in the run and its settings, from torchrun's variables and zlaunch's."""
+    """Holds a process's place in the run and its settings, from variables of torchrun, zlaunch and SLURM."""
 
     rank: int
     local_rank: int
@@ -27,6 +27,8 @@ class Environment:
     """``ZLAUNCH_TERM_SAVES=1``: SIGTERM leaves time to save and means "save and stop" too."""
     resume_dir: str | None
     """``ZLAUNCH_RESUME_DIR``: the folder where the run that this one continues has saved."""
+    array_task: str | None
+    """``SLURM_ARRAY_TASK_ID``: the number of this task of a job array."""
     world_sizes: str
     """``ZLAUNCH_WORLD_SIZES``: the numbers of ranks that the run may have; see ``world_sizes.py``."""
     first_batches: str
@@ -74,6 +76,7 @@ def read_environment() -> Environment:
         stop_asked=os.environ.get("ZLAUNCH_STOP_ASKED") == "1",
         term_saves=os.environ.get("ZLAUNCH_TERM_SAVES") == "1",
         resume_dir=os.environ.get("ZLAUNCH_RESUME_DIR") or None,
+        array_task=os.environ.get("SLURM_ARRAY_TASK_ID") or None,
         world_sizes=os.environ.get("ZLAUNCH_WORLD_SIZES", ""),
         first_batches=os.environ.get("ZLAUNCH_FIRST_BATCHES", ""),
         memory_dir=os.environ.get("ZLAUNCH_MEMORY_DIR") or None,

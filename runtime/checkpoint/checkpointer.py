@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _BASE_RATE = "initial_lr"
 """The key of a parameter group in which torch's schedulers keep the rate that they start from."""
+_ARRAY_TASK = "array_task"
+"""The key of ``written_by`` with the task of a SLURM job array that has saved."""
 _FALLBACK_FOLDER = "checkpoints"
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "previous_norm")
 """Names what an engine counts; not each has the last."""
@@ -213,8 +215,10 @@ class Checkpointer:
         if hasattr(run.lr_scheduler, "state_dict"):
             schedule = {"class": type(run.lr_scheduler).__name__, "state": run.lr_scheduler.state_dict()}
         loader = run.training_dataloader
+        task = read_environment().array_task
+        array_task = {} if task is None else {_ARRAY_TASK: task}
         return {
-            "written_by": {"zlaunch": __version__, "torch": str(torch.__version__)},
+            "written_by": {"zlaunch": __version__, "torch": str(torch.__version__), **array_task},
             "stage": self._stage,
             "engine": self._counters(),
             "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
@@ -339,6 +343,7 @@ class Checkpointer:
                 )
                 if with_run:
                     self._tell_batch(facts["engine"], saved["world_size"])
+                    _warn_of_another_task(checkpoint)
                 self._tell_rates(given)
             return str(checkpoint.folder), facts["client_state"]
         finally:
@@ -451,3 +456,15 @@ class Checkpointer:
             run.training_dataloader.load_state_dict(facts["data"])
         if facts["random"] is not None:
             rng_state.restore(facts["random"], self._comm.device)
+
+
+def _warn_of_another_task(checkpoint: Checkpoint) -> None:
+    """Warn that another task of a job array has saved the checkpoint: this task may train nothing more."""
+    saver = checkpoint.manifest["written_by"].get(_ARRAY_TASK)
+    mine = read_environment().array_task
+    if None in (saver, mine) or saver == mine:
+        return
+    warn(
+        f"{checkpoint.folder} was saved by task {saver} of a job array, and this is task {mine}: tasks that "
+        "share a checkpoint folder continue each other's training. Put SLURM_ARRAY_TASK_ID into its name"
+    )

@@ -48,6 +48,13 @@ MUTATIONS = (
         ("tests/runtime/checkpoint/test_distributed.py",),
     ),
     Mutation(
+        "runtime/checkpoint/checkpointer.py",
+        "if None in (saver, mine) or saver == mine:",
+        "if True:",
+        "a task of a job array loads another task's checkpoint without a warning",
+        ("tests/runtime/checkpoint/test_missing_folders.py",),
+    ),
+    Mutation(
         "runtime/step_losses.py",
         "self._count = 1 if is_share else self._count + 1",
         "self._count += 1",

@@ -169,6 +169,31 @@ def _steps_and_saves(folder: str, more: dict[str, Any]) -> tuple[int, str]:
     return rank, said
 
 
+def _tasks_share_a_folder(folder: str) -> list[str]:
+    """Save as task 0 of a job array; return what loads by no task, by task 0 and by task 1 print."""
+    join()
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=CONFIG)
+    engine.save_checkpoint(f"{folder}/none")
+    os.environ["SLURM_ARRAY_TASK_ID"] = "0"
+    engine.save_checkpoint(f"{folder}/shared")
+    said = []
+    for task in (None, "0", "1"):
+        os.environ.pop("SLURM_ARRAY_TASK_ID", None)
+        if task is not None:
+            os.environ["SLURM_ARRAY_TASK_ID"] = task
+        said.append(_load(engine, f"{folder}/shared")[1])
+    said.append(_load(engine, f"{folder}/shared", load_module_only=True)[1])
+    said.append(_load(engine, f"{folder}/none")[1])
+    engine.destroy()
+    return said
+
+
+def test_a_load_warns_of_a_checkpoint_of_another_task_of_the_job_array(tmp_path: Path) -> None:
+    (said,) = run_workers(_tasks_share_a_folder, 1, str(tmp_path))
+    warning = "shared/global_step0 was saved by task 0 of a job array, and this is task 1: tasks that share"
+    assert [warning in each for each in said] == [False, False, True, False, False]
+
+
 def test_a_load_says_that_other_ranks_make_another_global_batch(tmp_path: Path) -> None:
     run_workers(_steps_and_saves, 2, f"{tmp_path}/a", {})
     ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/a", {})
