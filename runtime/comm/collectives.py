@@ -58,10 +58,19 @@ _dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
 _numbers = itertools.count()
 
 
+def _subject(labels: Sequence[str], label: int) -> str:
+    """Name what a collective is about. A module's name may be "0", in a Sequential."""
+    if label == 0:
+        return labels[0]
+    name, space, rest = labels[label].partition(" ")
+    module = "the root module" if name == "root" else f"module '{name}'"
+    return f"{module}{space}{rest}"
+
+
 def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
     label, size = identity
     known = label < len(labels)
-    name = labels[label] if known else "a module that this rank does not have"
+    name = _subject(labels, label) if known else "a module that this rank does not have"
     return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
 
@@ -170,7 +179,7 @@ class Comm:
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""
-        what = f"{_VERBS[channel]} {self._labels[label]}"
+        what = f"{_VERBS[channel]} {_subject(self._labels, label)}"
         if self.world_size == 1:
             return (self.number, _CHANNELS[channel], 0), what
         self._count(kind, numel)
@@ -203,7 +212,7 @@ class Comm:
                     raise RankMismatchError(complaint)
         channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
         said = [
-            "makes no further call" if label is None else f"{_VERBS[channel]} {self._labels[label]}"
+            "makes no further call" if label is None else f"{_VERBS[channel]} {_subject(self._labels, label)}"
             for label in (other, mine)
         ]
         raise RankMismatchError(
