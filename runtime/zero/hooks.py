@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
-from ..errors import DiskError
+from ..errors import DiskError, PeerLost
 from . import placeholder
 from .inert_hook import Hook
 from .loss_scaling import LossScaling
@@ -35,6 +35,24 @@ It is given the context that keeps units unsharded.
 def _undisturbed(function: Callable[..., Any]) -> Hook:
     """Return a hook that a compiler does not trace into: hooks move storages."""
     return Hook(torch._dynamo.disable(function))  # type: ignore[no-untyped-call]
+
+
+def _at_end(function: Callable[[nn.Module, Any, Any], None]) -> Hook:
+    """Return a hook for the end of a forward pass, with or without an error.
+
+    torch calls it after an error with no output, and warns of what it raises. If the error is that a rank has
+    exited, the hook meets it too: the warning would be printed before the cause.
+    """
+
+    def run(module: nn.Module, args: Any, output: Any) -> None:
+        after_error = output is None and sys.exc_info()[0] is not None
+        try:
+            function(module, args, output)
+        except PeerLost:
+            if not after_error:
+                raise
+
+    return _undisturbed(run)
 
 
 class ShardedModel:
@@ -108,7 +126,7 @@ class ShardedModel:
         sharded = any(unit.shard_params for unit in self.units)
         add = self._handles.append
         add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
-        add(self.module.register_forward_hook(_undisturbed(self._after_root), always_call=True))
+        add(self.module.register_forward_hook(_at_end(self._after_root), always_call=True))
         for block in self.blocks:
             idle = not self.options.shard_optimizer and all(unit.trainable for unit in block.units)
             if idle or not block.units:  # nothing to gather, no parameter that could be unfrozen
@@ -118,7 +136,7 @@ class ShardedModel:
                     continue
                 add(module.register_forward_pre_hook(_undisturbed(self._before(block)), prepend=True))
                 if sharded:
-                    hook = _undisturbed(self._after(block))
+                    hook = _at_end(self._after(block))
                     add(module.register_forward_hook(hook, always_call=True))
         for unit in self.units:
             self._attach(unit)

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 
 import pytest
 import torch
@@ -132,6 +133,30 @@ def _one_is_killed() -> None:
 def test_a_killed_rank_is_noticed_and_named() -> None:
     with pytest.raises(AssertionError, match=r"workers ended with \[0, -9\]"):
         run_workers(_one_is_killed, 2)
+
+
+def _is_killed_in_a_forward_pass() -> None:
+    """The error of rank 0 is the first that its console shows."""
+    zlaunch.init_distributed()
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    zero = {"stage": 3, "stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
+    zero["stage3_prefetch_bucket_size"] = 0
+    given = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    engine, *_ = zlaunch.initialize(model=model, config=given)
+    if dist.get_rank() == 1:
+        model[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            engine(torch.ones(2, 64))
+        except PeerLost as error:
+            os._exit(3 if caught else 0 if "rank 1 exited" in str(error) else 4)
+    os._exit(5)
+
+
+def test_a_killed_rank_is_the_only_error_of_a_forward_pass() -> None:
+    with pytest.raises(AssertionError, match=r"workers ended with \[0, -9\]"):
+        run_workers(_is_killed_in_a_forward_pass, 2)
 
 
 def _leaves_early() -> list[float]:
