@@ -290,7 +290,7 @@ def _rates(folder: str | None, schedule: dict[str, Any], **options: Any) -> list
     return rates
 
 
-def _rates_after_an_import(folder: str) -> list[tuple[list[float], ...]]:
+def _rates_after_an_import(folder: str) -> list[tuple[list[float], list[float], list[float]]]:
     zlaunch.init_distributed()
     found = []
     for index, (schedule, old) in enumerate(zip(SCHEDULES, (0.0, 5e-4, 0.0), strict=True)):
@@ -312,6 +312,6 @@ def _rates_after_an_import(folder: str) -> list[tuple[list[float], ...]]:
 
 
 def test_a_schedule_without_state_to_load_starts_from_the_configured_rate(tmp_path: Path) -> None:
-    ((*found,),) = run_workers(_rates_after_an_import, 1, str(tmp_path))
+    (found,) = run_workers(_rates_after_an_import, 1, str(tmp_path))
     for expected, started, restarted in found:
         assert max(expected) > 5e-4 and started == expected and restarted == expected

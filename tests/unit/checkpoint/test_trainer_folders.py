@@ -123,9 +123,9 @@ def test_an_incomplete_one_is_marked_and_the_newest_complete_one_used(
     assert f"{warning}: it has the weights, but the Trainer cannot resume" in capsys.readouterr().err
     for arguments in ([str(out), *named], [str(out), "--all"], [str(out / "checkpoint-300"), "-t", "auto"]):
         assert main(["checkpoint", "verify", *arguments]) == 1
-        said = capsys.readouterr()
-        assert f"global_step300: is not whole: checkpoint-300 is {reason}\n" in said.err
-        assert "global_step300: whole" not in said.out
+        printed = capsys.readouterr()
+        assert f"global_step300: is not whole: checkpoint-300 is {reason}\n" in printed.err
+        assert "global_step300: whole" not in printed.out
     assert main(["checkpoint", "verify", str(out), "--tag", "auto"]) == 0
     assert "checkpoint-200/global_step200: whole" in capsys.readouterr().out
     for step in (100, 200):
