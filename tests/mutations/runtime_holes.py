@@ -375,8 +375,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/checkpoint/load.py",
-        "            if key in _OF_THE_RUN:",
-        "            if key in _OF_THE_RUN or key not in group:",
+        "            if key in _OF_THE_RUN or key in keep:",
+        "            if key in _OF_THE_RUN or key in keep or key not in group:",
         "entries that an optimizer has added to its groups are not loaded",
         ("tests/unit/optim/test_group_entries.py",),
     ),
