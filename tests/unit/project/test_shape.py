@@ -92,7 +92,8 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_the_runtime_prints_by_its_log_alone() -> None:
-    script = ("checkpoint.format.manifest", "checkpoint.export.full_weights")  # a script without zlaunch
+    # parts of a script without zlaunch
+    script = [f"checkpoint.{name}" for name in ("format.manifest", "export.named", "export.full_weights")]
     may = {f"zlaunch.runtime.{name}" for name in ("log", "config.reference", *script)}
     prints = {
         name
