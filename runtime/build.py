@@ -447,6 +447,8 @@ def _record(effective: Effective, comm: Comm, limits: Mapping[str, float]) -> No
     size = effective.config.train_batch_size
     micro = effective.config.train_micro_batch_size_per_gpu
     note_engine(micro)
+    if effective.config.checkpoint.on_signal:
+        preemption.act_on_request()
     if comm.rank == 0:
         about = {"train_batch_size": size, "micro_batch_size": micro}
         announce("environment", **describe(comm.device), limits=limits, **about)

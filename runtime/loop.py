@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from . import preemption
 from .averaging import Averaging
 from .config import Effective
 from .data import EngineLoader
@@ -226,6 +227,7 @@ class TrainingLoop(nn.Module):
     @property
     def should_stop(self) -> bool:
         """Return whether the run should save and stop. Updated by each step, equal on all ranks."""
+        preemption.act_on_request()
         return self._result is not None and self._result.stop
 
     def was_step_applied(self) -> bool:

@@ -15,12 +15,17 @@ from .checkpoint.format.tensor_file import CheckpointError
 from .checkpoint.trainer_checkpoints import is_output_dir, is_trainer_checkpoint, newest_complete, problem_of
 from .environment import Environment, read_environment
 from .log import warn
+from .report import announce
 
 REQUEUE_EXIT_CODE = 75
 """Tells the launcher "start me again" (EX_TEMPFAIL): the exit code of a process that has saved and ended
 because it was asked to. The launcher has an equal constant.
 """
 _requested = threading.Event()
+_acts = threading.Event()
+"""Set once something in this process saves when it is asked to: an engine with ``checkpoint.on_signal``, a
+script that reads ``should_stop``, or a handler of the script.
+"""
 
 
 def install() -> None:
@@ -36,11 +41,23 @@ def install() -> None:
         ours = getattr(present, "__name__", "") in ("_note", "_note_stop")
         if ours or present in (signal.SIG_DFL, None):  # the user's handlers stay
             signal.signal(signum, _note)
+        elif signum == signal.SIGUSR1:
+            act_on_request()
+
+
+def act_on_request() -> None:
+    """Note that something in this process saves when it is asked to. The launcher hears it from rank 0."""
+    if not _acts.is_set():
+        _acts.set()
+        if read_environment().rank == 0:
+            announce("save_asked", acts=True)
 
 
 def _note(_signum: int, _frame: FrameType | None) -> None:
     _requested.set()
     os.environ["ZLAUNCH_STOP_ASKED"] = "1"
+    if not _acts.is_set() and read_environment().rank == 0:
+        announce("save_asked", acts=False)
 
 
 def resume_dir(default: str | None = None) -> str | None:

@@ -98,6 +98,11 @@ class Controller:
         """True once the workers must save and stop."""
         self.save_asked_before = save_asked
         """Returns True if they must because of a signal that came before this controller handled signals."""
+        self.acts_on_save = False
+        """Whether the script or its engine saves when it is asked to, as rank 0 says."""
+        self.has_saved_since = False
+        """Whether it has saved since it was asked to."""
+        self.has_told_unsaved = False
         self.last_saved: tuple[object, ...] = ()
         self.has_engine = False
         """Whether the script has made an engine."""
@@ -143,7 +148,16 @@ class Controller:
         )
         if outcome.code == 0:  # after a failure the user looks for its cause
             self._tell_of_steps()
+        elif self.save_asked and self.has_engine and not (self.has_saved_since or outcome.saved):
+            self._tell_unsaved(signal.SIGUSR1)
         return outcome
+
+    def _tell_unsaved(self, signum: int) -> None:
+        """Say once that nothing acts on a signal that asks the workers to save."""
+        if not self.acts_on_save and not self.has_told_unsaved:
+            self.has_told_unsaved = True
+            advice = "set checkpoint.on_signal or use engine.should_stop"
+            self.console.message(f"{signal_name(signum)}: nothing saves on it; {advice}")
 
     def _tell_of_steps(self) -> None:
         if bound := what_bounds(self.progress, self.hosts):
@@ -333,7 +347,11 @@ class Controller:
                 run_record.made_engine(self.plan, self.attempt, event)
             self.progress.take(event)
             self.hang.standing(event)
+        elif kind == "save_asked":
+            self.acts_on_save = self.acts_on_save or event.get("acts") is True
+            self._tell_unsaved(self.signum or signal.SIGUSR1)
         elif kind == "checkpoint":
+            self.has_saved_since = self.save_asked
             self.hang.activity()
             self.verdict.may_have_saved = self.verdict.has_progressed = True
             run_record.saved(self.plan, event)
@@ -474,7 +492,9 @@ class Controller:
                 self.queue.put(
                     (-1, {"type": "notice", "message": "asked for the stacks of all ranks (SIGUSR2)"})
                 )
-            self.save_asked = self.save_asked or signum == signal.SIGUSR1
+            if signum == signal.SIGUSR1 and not self.save_asked:
+                self.save_asked = True
+                self.queue.put((-1, {"type": "notice", "message": "SIGUSR1: asked the workers to save"}))
             self.verdict.may_have_saved = self.verdict.may_have_saved or self.save_asked
             for link in self.links:
                 link.transport.send({"cmd": "signal", "signum": int(signum)})

@@ -33,6 +33,7 @@ WORKER_EVENTS = (
     "snapshot",
     "environment",
     "standing",
+    "save_asked",
     "result",
     "debugger",
 )

@@ -433,6 +433,35 @@ def test_the_save_that_a_signal_asks_for_is_made(tmp_path: Path) -> None:
     assert run_workers(_signal, 2, str(tmp_path)) == [(75, True, {})] * 2
 
 
+def _asked(folder: str, on_signal: bool, reads: bool, handles: bool) -> list[Any]:
+    """Return what a rank tells the launcher of whether it acts on SIGUSR1."""
+    import signal
+
+    path = Path(folder, f"events_{on_signal}{reads}{handles}")
+    os.environ["ZLAUNCH_EVENT_FD"] = str(os.open(path, os.O_WRONLY | os.O_CREAT))
+    if handles:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+    engine = engine_of(checkpoint={"on_signal": on_signal, "save_dir": folder})
+    step(engine)
+    if reads:
+        assert not engine.should_stop and not engine.should_stop
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.environ.pop("ZLAUNCH_EVENT_FD")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event["acts"] for event in events if event["type"] == "save_asked"]
+
+
+@pytest.mark.parametrize(
+    ("on_signal", "reads", "handles"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+)
+def test_the_launcher_hears_whether_a_signal_saves(
+    tmp_path: Path, on_signal: bool, reads: bool, handles: bool
+) -> None:
+    acts = on_signal or reads or handles
+    assert run_workers(_asked, 1, str(tmp_path), on_signal, reads, handles) == [[acts]]
+
+
 def test_differences_are_seen() -> None:
     """Of the comparison that the other tests rest on."""
     one = {"a": torch.zeros(2), "b": 1}

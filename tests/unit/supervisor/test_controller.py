@@ -311,6 +311,32 @@ def test_asking_to_save_goes_to_every_node_and_is_remembered(scene: Scene) -> No
     assert outcome.code == 75 and outcome.save_asked
 
 
+UNSAVED = "SIGUSR1: nothing saves on it; set checkpoint.on_signal or use engine.should_stop"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "is_told"),
+    [
+        ([{"type": "save_asked", "acts": False}], 0, True),  # as rank 0 says at once
+        ([{"type": "environment"}], 1, True),  # seen at the end: the request came before the engine
+        ([{"type": "environment"}], 0, False),
+        ([{"type": "environment"}, {"type": "save_asked", "acts": True}], 1, False),
+        ([{"type": "environment"}, {"type": "checkpoint", "tag": "a", "folder": "b"}], 1, False),
+        ([], 1, False),  # no engine, so nothing is known of the script
+    ],
+)
+def test_a_request_to_save_leaves_a_line_and_one_more_if_nothing_saves(
+    scene: Scene, said: list[Event], code: int, is_told: bool
+) -> None:
+    scene.controller._pass_on(signal.SIGUSR1, None)
+    scene.say(0, *said)
+    scene.end(1, code=code)
+    scene.end(0, code=code)
+    scene.run()
+    assert scene.shown().count("SIGUSR1: asked the workers to save") == 1
+    assert scene.shown().count(UNSAVED) == is_told
+
+
 def test_a_scripts_own_code_75_is_a_failure_where_nobody_has_saved(scene: Scene) -> None:
     scene.end(0, code=75)
     scene.say(0, {"type": "done", "stays": False})
