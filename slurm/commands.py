@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from zlaunch.hostfiles.hostlist import expand
 from zlaunch.slurm.environment import Allocation, SlurmError, read, with_gpus
@@ -26,6 +27,9 @@ FINISHED = frozenset(
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 _SUBMIT_TIMEOUT_S = 300.0
 _QUERY_TIMEOUT_S = 60.0
+_LISTING_S = 30.0
+"""Seconds for which a list of jobs is kept: who follows a run looks many times a second."""
+_LISTING_TIMEOUT_S = 10.0
 PATIENCE_S = 600.0
 """Seconds in which SLURM may be silent, as on a busy cluster."""
 _CHUNK_BYTES = 1 << 20
@@ -294,6 +298,42 @@ def own_jobs() -> list[dict[str, str]]:
         raise SlurmError(f"squeue: {_complaint(result)}")
     rows = (line.strip().split("|") for line in result.stdout.splitlines())
     return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+class Listing(NamedTuple):
+    """Holds what SLURM's queue had at one time."""
+
+    jobs: frozenset[str] | None
+    """This user's jobs that have not ended; None where squeue did not answer."""
+    asked: float
+    """When it was asked for, in seconds since the epoch."""
+
+
+_listing: Listing | None = None
+
+
+def list_living() -> Listing:
+    """Return this user's jobs that have not ended. squeue runs at most twice a minute."""
+    global _listing
+    now = time.time()
+    if _listing is None or not 0.0 <= now - _listing.asked < _LISTING_S:
+        _listing = Listing(_ask_living(), now)
+    return _listing
+
+
+def _ask_living() -> frozenset[str] | None:
+    if shutil.which("squeue") is None:
+        return None
+    everything = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        command = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%A|%T"]
+        result = _run(command, _LISTING_TIMEOUT_S, everything)
+    except SlurmError:
+        return None
+    if result.returncode:
+        return None
+    rows = [line.strip().split("|") for line in result.stdout.splitlines()]
+    return frozenset(row[0] for row in rows if len(row) == 2 and row[1] not in FINISHED)
 
 
 def own_tasks(comment: str) -> list[tuple[str, str]]:

@@ -72,7 +72,7 @@ def wait(run: str, timeout: float | None) -> int:
 def _here(text: str, command: str) -> FoundRun:
     """Return a run whose end can be seen on this host. Raises click.UsageError."""
     found = settle(find_run(text))
-    if found.record.ended is None and found.is_elsewhere:
+    if found.record.ended is None and found.is_elsewhere and not found.has_ended:
         job = found.record.slurm_job
         reach = f"srun --overlap --pty --jobid {job} -n1" if job else f"ssh -t {found.record.host}"
         there = f"{reach} {sys.executable} -m zlaunch {command} {found.path.absolute()}"

@@ -80,7 +80,7 @@ def logs(
         raise click.UsageError(f"--rank {chosen}: there is no rank {wanted[-1]}; the last is {known - 1}")
     count = known if wanted is None else len(wanted)
     show = _Show(Console(None if count > 1 else wanted or [0]), timestamps, since or 0.0, only)
-    if follow and found.state.startswith("on "):
+    if follow and not found.has_ended and not found.shows_its_end:
         show.console.message(
             f"the launcher is {found.state}: if it is killed, that is not seen here; Ctrl-C ends this"
         )

@@ -59,6 +59,8 @@ def _living(text: str, command: str) -> FoundRun:
     if known.ended is not None:
         code = f"code {known.exit_code}" + (f" ({known.end.words})" if known.end is not None else "")
         raise click.UsageError(f"{text} has already ended, at {_moment(known.ended)}, {code}")
+    if run.is_elsewhere and run.state == "gone":
+        raise click.UsageError(f"{text} has already ended: its SLURM job {known.slurm_job} is gone")
     if run.is_elsewhere:
         program = f"{sys.executable} -m zlaunch"  # whatever the PATH is there
         there = f"{program} {command} {run.path.absolute()}"
@@ -97,8 +99,8 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
     `last` means the newest run, and a name of --name the newest run in runs/ with it. You can shorten run
     names.
 
-    States: running, ended (with the exit code), gone (the launcher was killed), on HOST (the launcher is on
-    another host, where you can see more).
+    States: running, ended (with the exit code), gone (the launcher was killed, or its SLURM job has ended),
+    on HOST (the launcher is on another host, where you can see more).
     """
     if (yes and not clean) or (clean and (as_json or show_all)):
         raise click.UsageError("--yes needs --clean; --all and --json cannot be combined with it")

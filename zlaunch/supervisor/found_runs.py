@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.trust import Folder, UntrustedError, check_folder
+from zlaunch.slurm.commands import list_living
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.system import boot_clock
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from zlaunch.supervisor.run_record import RunRecord
 
 DEFAULT_FOLDER = "runs"
+_CLOCK_SKEW_S = 5.0
+"""A list of SLURM's jobs may lack a run that began at most this many seconds before it."""
 _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
 
 
@@ -42,15 +45,33 @@ class FoundRun:
 
     @property
     def state(self) -> str:
-        """Return `running`, `queued`, `ended CODE`, `on HOST`, or `gone`: killed, without an end."""
+        """Return `running`, `queued`, `ended CODE`, `on HOST`, or `gone`: killed, without an end. Of a SLURM
+        job on another host, squeue tells whether it has ended.
+        """
         waits = run_record.is_queued(self.path)
         if self.record.ended is not None and not waits:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
-            return f"on {self.record.host}"
+            return "gone" if self._lives_in_slurm() is False else f"on {self.record.host}"
         if self._has_launcher():
             return "running"
         return "queued" if waits else "gone"
+
+    @property
+    def shows_its_end(self) -> bool:
+        """Tell whether this host sees the end of a launcher that is killed."""
+        return not self.is_elsewhere or self._lives_in_slurm() is not None
+
+    def _lives_in_slurm(self) -> bool | None:
+        """Tell whether its SLURM job has not ended; None outside of one, or if SLURM does not tell here."""
+        if not self.record.slurm_job:
+            return None
+        living, asked = list_living()
+        if living is None:
+            return None
+        if self.record.slurm_job in living:
+            return True
+        return None if asked - self.record.started < _CLOCK_SKEW_S else False
 
     def _has_launcher(self) -> bool:
         """Tell whether its launcher lives on this host. One in another pid namespace is known by its lock."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.unit.ui.folders import write_run
+from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
 from zlaunch.supervisor import run_record
 from zlaunch.supervisor.event_file import EventFile
 from zlaunch.supervisor.found_runs import FoundRun, find_runs, look_into
 from zlaunch.supervisor.run_folder import make_run_dir
+from zlaunch.system.events import encode
 
 
 def found(folder: Path, **changed: object) -> FoundRun:
@@ -97,3 +101,58 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     assert run_record.read(tmp_path) is None
     with pytest.raises(OSError, match="is not a file"):
         list(EventFile(tmp_path / "events.jsonl").read())
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A squeue that counts its calls; the folder has a run of SLURM job 27 on another host."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zlaunch.slurm.commands._listing", None, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+    (tmp_path / "bin").mkdir()
+    for job, name in (("27", "far"), ("28", "further")):
+        spawn = {"type": "spawn", "rank": 0, "host": "node2", "pid": 9}
+        run = write_run(
+            tmp_path / "runs", name, ended=None, host="node2", slurm_job=job, exit_code=None, log="hello\n"
+        )
+        (run / "events.jsonl").write_bytes(encode(spawn))
+    return tmp_path / "bin" / "squeue"
+
+
+def answer(squeue: Path, *lines: str, code: int = 0) -> None:
+    text = "".join(f"echo '{line}'\n" for line in lines)
+    squeue.write_text(f"#!/bin/sh\nprintf x >>{squeue}.calls\n{text}exit {code}\n")
+    squeue.chmod(0o755)
+
+
+def test_a_run_whose_slurm_job_has_ended_is_gone(squeue: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    answer(squeue, "27|CANCELLED", "28|RUNNING", "30|PENDING")
+    assert [run.state for run in find_runs(Path("runs"))] == ["gone", "on node2"]
+    assert main(["ps", "far"]) == 0
+    said = capfd.readouterr().out
+    assert "far: gone, SLURM job 27" in said and "unknown" in said and "running" not in said
+    assert main(["logs", "-f", "far"]) == 0, "it does not wait for an end"
+    followed = capfd.readouterr()
+    assert "hello" in followed.out and "Ctrl-C" not in followed.err
+    for command in ("stacks", "stop"):
+        assert main([command, "far"]) == 2
+        assert "has already ended: its SLURM job 27 is gone" in capfd.readouterr().err
+    assert main(["wait", "far"]) == 1
+    assert "the launcher was killed and wrote no exit code" in capfd.readouterr().err
+    assert main(["wait", "further"]) == 2
+    assert "srun --overlap --pty --jobid 28" in capfd.readouterr().err
+    assert Path(f"{squeue}.calls").read_text() == "x", "squeue is asked once"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_an_answer_of_squeue_a_run_stays_on_its_host(squeue: Path, there: bool) -> None:
+    if there:
+        answer(squeue, "slurm_load_jobs error", code=1)
+    assert [run.state for run in find_runs(Path("runs"))] == ["on node2"] * 2
+
+
+def test_a_list_of_jobs_says_nothing_of_a_run_that_has_just_begun(squeue: Path) -> None:
+    answer(squeue)
+    write_run(Path("runs"), "new", ended=None, host="node2", slurm_job="31", started=time.time() + 1)
+    assert [run.state for run in find_runs(Path("runs"))] == ["gone", "gone", "on node2"]
