@@ -114,18 +114,29 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     Exit code 1 means that a job did not end within a minute.
     """
     if choose_queue(chosen_queue) == "slurm":
-        from zlaunch.slurm import commands
         from zlaunch.sweep.job_array import task_of
 
-        for text in runs:
-            run = task_of(Path(text)) or text
-            if not run.partition("_")[0].isdecimal():
-                raise click.UsageError(
-                    f"{run!r} is not a SLURM job ID; use --queue local for zlaunch's own queue"
-                )
-            commands.cancel(run)
-            print(f"{run}: cancelled")
-        return 0
+        meant_runs = [task_of(Path(text)) or text for text in runs]
+        jobs = [text for text in meant_runs if text.partition("_")[0].isdecimal()]
+        names = tuple(text for text in meant_runs if text not in jobs)
+        if names and chosen_queue is not None:
+            raise click.UsageError(
+                f"{names[0]!r} is not a SLURM job ID; use --queue local for zlaunch's own queue"
+            )
+        _cancel_in_slurm(jobs)
+        return _cancel_in_own_queue(names) if names else 0
+    return _cancel_in_own_queue(runs)
+
+
+def _cancel_in_slurm(jobs: Sequence[str]) -> None:
+    from zlaunch.slurm import commands
+
+    for job in jobs:
+        commands.cancel(job)
+        print(f"{job}: cancelled")
+
+
+def _cancel_in_own_queue(runs: Sequence[str]) -> int:
     from zlaunch.queue.ending import cancel_job
     from zlaunch.queue.wake import ensure_daemon
 

@@ -229,7 +229,10 @@ def _told(job: int, path: Path, *, quiet: bool) -> int:
     name = name_of(path)
     print_name(name)
     if not quiet:
-        print(f"zlaunch: job {job} of the queue: zlaunch queue, wait {name}, cancel {name}", file=sys.stderr)
+        queue = "queue --queue local" if choose_queue(None) == "slurm" else "queue"
+        print(
+            f"zlaunch: job {job} of the queue: zlaunch {queue}, wait {name}, cancel {name}", file=sys.stderr
+        )
     replace_older_daemon(queue_folder())
     if advice := ended_at_logout():
         print(f"zlaunch: warning: {advice}", file=sys.stderr)

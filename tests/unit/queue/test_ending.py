@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.queue.test_store import submission
+from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
 from zlaunch.queue import ending as module
 from zlaunch.queue.attempt import Attempt
@@ -64,6 +65,34 @@ def test_a_job_that_waits_is_cancelled_at_once_in_its_run_too(scene: Scene) -> N
     cancel_job(scene.store, scene.job)
     assert (scene.job.state, scene.job.exit_code, scene.job.why) == ("ended", CANCELLED, "cancelled")
     assert scene.run.state == f"ended {CANCELLED}"
+
+
+@pytest.mark.parametrize("slurm", [True, False])
+def test_beside_slurm_a_runs_name_means_zlaunchs_queue(
+    scene: Scene, slurm: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(scene.path.parent)
+    Path("bin").mkdir()
+    for name in ("sbatch", "scancel", "squeue"):
+        Path("bin", name).write_text("#!/bin/sh\necho RUNNING\n")
+        Path("bin", name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:/bin")
+    choice = "slurm" if slurm else "local"
+    monkeypatch.setattr("zlaunch.cli.submit.choose_queue", lambda asked, **_: asked or choice)
+    monkeypatch.setattr("zlaunch.cli.queue.choose_queue", lambda asked, **_: asked or choice)
+    Path("train.py").touch()
+    assert main(["submit", "--queue", "local", "--num_gpus", "1", "train.py"]) == 0
+    said = capfd.readouterr()
+    assert ("zlaunch queue --queue local, wait" if slurm else "zlaunch queue, wait") in said.err
+    name = said.out.strip()
+    if slurm:
+        assert main(["cancel", "7", "run", name]) == 0
+        assert capfd.readouterr().out == f"7: cancelled\njob {scene.id}: cancelled\njob 2: cancelled\n"
+        assert main(["cancel", "--queue", "slurm", "run"]) == 2
+        assert "'run' is not a SLURM job ID" in capfd.readouterr().err
+    else:
+        assert main(["cancel", name]) == 0
+        assert capfd.readouterr().out == "job 2: cancelled\n"
 
 
 def test_a_job_that_runs_is_asked_and_goes_on_until_the_daemon_ends_it(scene: Scene) -> None:
