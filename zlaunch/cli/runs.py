@@ -97,7 +97,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
     """List the runs in a folder, or the ranks of a run.  [default: runs]
 
     `last` means the newest run, and a name of --name the newest run in runs/ with it. You can shorten run
-    names.
+    names. A SLURM job's id, such as 12 or 11_1, means the job's run.
 
     States: running, ended (with the exit code), gone (the launcher was killed, or its SLURM job has ended),
     on HOST (the launcher is on another host, where you can see more).
@@ -195,7 +195,8 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
     rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
     called = f" ({run.record.label})" if run.record.label else ""
-    job = f", SLURM job {run.record.slurm_job}" if run.record.slurm_job else ""
+    number = run.record.slurm_task or run.record.slurm_job
+    job = f", SLURM job {number}" if number else ""
     title = f"{run.name}{called}: {run.shown_state}{job}"
     stdout_console().print(make_table(columns, rows, title=title))
 

@@ -218,7 +218,8 @@ def meant(text: str) -> str:
     """Return the name or folder of the run that a word means.
 
     `last` is the newest run, and a name of `--name` the newest run that has it. A unique prefix of a folder's
-    name, or of the part after its last dash, is enough. Files and folders without a record hide no run.
+    name, or of the part after its last dash, is enough. The id of a SLURM job (12, 11_1) means the one run in
+    runs/ of that job. Files and folders without a record hide no run.
 
     Raises LaunchError where there is no run, or more than one.
     """
@@ -236,6 +237,9 @@ def meant(text: str) -> str:
             return str(named[-1].path)
         if any(find_runs(path) for path in places):
             return text  # a folder of runs
+        of_job = [run for run in known if text and text in (run.record.slurm_job, run.record.slurm_task)]
+        if len(of_job) == 1:
+            return str(of_job[0].path)
         found = [
             run
             for run in known
@@ -244,6 +248,9 @@ def meant(text: str) -> str:
         if len(found) > 1:
             names = ", ".join(run.name for run in found[-3:])
             raise LaunchError(f"{text!r} matches {len(found)} runs, such as {names}: use a longer prefix")
+        if of_job and not found:
+            names = ", ".join(run.name for run in of_job[-3:])
+            raise LaunchError(f"SLURM job {text} has {len(of_job)} runs, such as {names}: name one of them")
         return str(found[0].path) if found else text
     if not known:
         raise LaunchError(f"last: no runs in {Path(DEFAULT_FOLDER).absolute()}: name the folder of a run")

@@ -62,6 +62,8 @@ class RunRecord:
     tags: tuple[str, ...] = ()
     slurm_job: str = ""
     """The SLURM job that the launcher runs in; "" outside of one."""
+    slurm_task: str = ""
+    """The job as squeue shows it, if it is a task of a job array: 11_1; "" otherwise."""
 
     @property
     def label(self) -> str:
@@ -178,9 +180,15 @@ def begun(
         boot=boot_clock.boot_id(),
         pid_namespace=pid_namespace(),
         slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+        slurm_task=_array_task(os.environ),
         **labels._asdict(),
     )
     _write(_path(run_dir), asdict(record))
+
+
+def _array_task(environ: Mapping[str, str]) -> str:
+    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{array}_{task}" if environ.get("SLURM_JOB_ID") and array and task else ""
 
 
 def ended(run_dir: str, end: End) -> None:
@@ -337,7 +345,7 @@ def read(run_dir: str | Path) -> RunRecord | None:
     except (TypeError, KeyError):
         return None
     cause = () if record.cause is None else (record.cause,)
-    own = (record.run_id, record.host, record.boot, record.name, record.slurm_job, *cause)
+    own = (record.run_id, record.host, record.boot, record.name, record.slurm_job, record.slurm_task, *cause)
     texts = (*own, *record.hosts, *record.command, *record.bad_hosts, *record.tags)
     numbers: tuple[int | float, ...] = (
         *(record.pid, record.start_ticks, record.pid_namespace),

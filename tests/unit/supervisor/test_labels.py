@@ -71,6 +71,30 @@ def test_a_folder_with_the_name_of_another_run_is_ambiguous(runs: Path) -> None:
         meant("own")
 
 
+def test_the_id_of_a_slurm_job_means_its_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for job, task in (("11", "2"), ("12", "1"), ("13", "")):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        for name, value in (("SLURM_ARRAY_JOB_ID", "11"), ("SLURM_ARRAY_TASK_ID", task)):
+            monkeypatch.setenv(name, value)
+        (runs / f"2026-a{job}").mkdir(parents=True)
+        run_record.begun(str(runs / f"2026-a{job}"), job, ["n1"], 1)
+    assert [meant(text) for text in ("11_1", "12", "11_2", "11", "13")] == [
+        f"runs/2026-a{job}" for job in (12, 12, 11, 11, 13)
+    ]
+    assert main(["ps", "12"]) == 0
+    assert "SLURM job 11_1" in " ".join(capsys.readouterr().out.split())
+    assert main(["ps", "13"]) == 0
+    assert "SLURM job 13" in " ".join(capsys.readouterr().out.split())
+    for name in ("2026-b14", "2026-c14"):
+        write_run(runs, name, slurm_job="14")
+    with pytest.raises(LaunchError, match="SLURM job 14 has 2 runs, such as 2026-b14, 2026-c14"):
+        meant("14")
+    write_run(runs, "2026-14d", name="x")
+    assert meant("14") == "runs/2026-14d", "as before, part of a name"
+
+
 def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:
     run_record.queued(str(tmp_path), "id", ["n1"], 1, ["x.py"], Labels("nightly", ("a", "b")))
     run_record.begun(str(tmp_path), "id", ["n1"], 1, 1)  # as an attempt begins
