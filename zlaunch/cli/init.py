@@ -59,7 +59,7 @@ def init(
     trainer: bool | None,
     force: bool,
 ) -> None:
-    """Write a first config and, where SLURM is used, a batch file.
+    """Write a first config and, where SLURM is used, a batch file in the current folder.
 
     It asks for values that no option gives. It picks the fastest stage, offload and activation checkpointing
     that fit and the largest micro-batch that fits with them, as `zlaunch estimate` does.
@@ -125,9 +125,10 @@ def init(
         batch_script = with_cores(batch_script)
         job = render(batch_script)
     _write(config, text)
-    _write(os.path.join(os.path.dirname(config), _SCHEMA), json.dumps(json_schema()))
+    schema = os.path.join(os.path.dirname(config), _SCHEMA)
+    _write(schema, json.dumps(json_schema()))
     click.echo(f"{config}: {said}")
-    click.echo(f"{_SCHEMA}: lets editors such as VS Code check and complete {os.path.basename(config)}")
+    click.echo(f"{schema}: lets editors such as VS Code check and complete {os.path.basename(config)}")
     if not os.path.isfile(script):
         click.echo(f"{script}: does not exist yet; the README has an example")
     if keywords:
@@ -137,6 +138,7 @@ def init(
         _write(batch_file, job)
         click.echo(f"{batch_file}: {nodes} node{'s' * (nodes > 1)} with {count} GPU{'s' * (count > 1)} each")
         warn_of_one_core(batch_script)
+        click.echo(f"{batch_file}: runs zlaunch {command_line}")
         command = f"sbatch {batch_file}"
     elif nodes > 1:
         command = f"zlaunch --hostfile hosts --num_gpus {count} {command_line}"

@@ -42,7 +42,8 @@ def test_it_asks_five_questions(tmp_path: Path) -> None:
 def test_answers_are_options_and_slurm_gets_a_batch_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", *words(), "--partition", "gpu", "--time", "10", "--config", "a.json"]) == 0
     out = capsys.readouterr().out
-    assert "[" not in out and "micro-batch 2" in out and "then: sbatch a.sbatch" in out
+    assert "[" not in out and "micro-batch 2" in out
+    assert out.endswith("a.sbatch: runs zlaunch train.py --config a.json\nthen: sbatch a.sbatch\n")
     lines = Path("a.sbatch").read_text().splitlines()
     for line in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--time=10"):
         assert f"#SBATCH {line}" in lines
@@ -106,7 +107,7 @@ def test_editors_find_the_schema_beside_the_config(capsys: pytest.CaptureFixture
     Path("configs").mkdir()
     assert main(["init", *words(params="0"), "--config", "configs/a.json"]) == 0
     assert (
-        "zlaunch.schema.json: lets editors such as VS Code check and complete a.json"
+        "configs/zlaunch.schema.json: lets editors such as VS Code check and complete a.json"
         in capsys.readouterr().out
     )
     loaded = load("configs/a.json")
@@ -154,11 +155,13 @@ def test_the_trainer_gets_a_config_that_it_fills_in(
     assert (f"train.py: set TrainingArguments({in_code})" in out) is (then == "train.py")
 
 
-def test_the_batch_file_of_a_trainer_has_its_arguments() -> None:
+def test_the_batch_file_of_a_trainer_has_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("from transformers import HfArgumentParser, Trainer")
     assert main(["init", *words(), "--partition", "gpu", "--time", "10"]) == 0
     last = Path("ds.sbatch").read_text().splitlines()[-1]
     assert last == f"exec zlaunch train.py --deepspeed ds.json {FLAGS}"
+    said = f"ds.sbatch: runs zlaunch train.py --deepspeed ds.json {FLAGS}\nthen: sbatch ds.sbatch\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_what_it_needs_is_said_and_the_hosts_memory_counts(capsys: pytest.CaptureFixture[str]) -> None:
