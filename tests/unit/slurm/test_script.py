@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -287,8 +288,14 @@ def test_a_whole_file_runs(stand_in: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The first folder on PATH, and no SLURM of this machine behind it."""
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+    """The first folder on PATH, and no SLURM of this machine behind it: only what the programs here use."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "cat", "env", "sed", "sleep", "wc"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{tools}")
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     return programs(tmp_path / "bin")
@@ -367,6 +374,7 @@ def test_state_when_slurm_is_silent(bin_folder: Path) -> None:
 
 
 def test_find_output(bin_folder: Path) -> None:
+    assert shutil.which("scontrol") is None, "not this machine's"
     assert queue.find_output("7") is None
     programs(bin_folder, scontrol=shell("JobId=7 JobName=x\n   StdErr=/e\n   StdOut=/my logs/%x-%j.out"))
     assert queue.find_output("7") == Path("/my logs/x-7.out")
