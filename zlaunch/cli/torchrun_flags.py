@@ -40,7 +40,7 @@ _HELP = {
     "nnodes": "Same as --num_nodes.",
     "nproc_per_node": "Same as --num_gpus; also gpu, cpu or auto.",
     "num_processes": "Workers on all nodes together.",
-    "num_cpu_threads_per_process": "Set OMP_NUM_THREADS of the workers.",
+    "num_cpu_threads_per_process": "Set OMP_NUM_THREADS of the workers.  [default: a node's cores / workers]",
     "rdzv_endpoint": "Same as --master_addr HOST and --master_port PORT.",
     "rdzv_backend": "static, or c10d: nodes without --node_rank are numbered as they arrive.",
     "rdzv_id": "Name of the run, the same on every node; used without --node_rank.",

@@ -81,6 +81,8 @@ def test_every_command_is_in_one_group() -> None:
 def test_the_long_help_has_every_option_and_command() -> None:
     lines = shown_at(80, "--help-all")
     assert "--help_all" in " ".join(lines) and lines == shown_at(80, "--help_all")
+    words = " ".join(" ".join(lines).split())
+    assert "Set OMP_NUM_THREADS of the workers. [default: a node's cores / workers]" in words
     names = {word.strip(",") for line in lines for word in line.split() if word.startswith("-")}
     options = [each for each in run.params if isinstance(each, Option) and (each.group or not each.hidden)]
     assert [name for each in (*options, *torchrun_flags()) for name in each.opts if name not in names] == []
