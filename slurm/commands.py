@@ -264,14 +264,29 @@ def node_sizes(partition: str | None) -> list[tuple[int, int]]:
 
     The list is empty where sinfo does not answer: on a machine that is not part of a cluster.
     """
+    return read_node_sizes(_ask_sinfo(partition, "%P|%c|%G"), default_only=partition is None)
+
+
+def count_nodes(partition: str | None) -> int | None:
+    """Return the number of nodes of a partition, the default one for None; None if sinfo does not tell."""
+    rows = [line.strip().split("|") for line in _ask_sinfo(partition, "%P|%D").splitlines()]
+    counts = [
+        int(row[1])
+        for row in rows
+        if len(row) == 2 and row[1].isdecimal() and (partition is not None or row[0].endswith("*"))
+    ]
+    return sum(counts) if counts else None
+
+
+def _ask_sinfo(partition: str | None, columns: str) -> str:
+    """Return sinfo's lines of a partition, or of all for None; "" where it does not answer."""
     if shutil.which("sinfo") is None:
-        return []
+        return ""
+    chosen = ["-p", partition] if partition is not None else []
     try:
-        chosen = ["-p", partition] if partition is not None else []
-        result = _run(["sinfo", "-h", *chosen, "-o", "%P|%c|%G"], _QUERY_TIMEOUT_S)
+        return _run(["sinfo", "-h", *chosen, "-o", columns], _QUERY_TIMEOUT_S).stdout
     except SlurmError:
-        return []
-    return read_node_sizes(result.stdout, default_only=partition is None)
+        return ""
 
 
 def read_node_sizes(text: str, *, default_only: bool) -> list[tuple[int, int]]:

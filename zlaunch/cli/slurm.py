@@ -191,8 +191,22 @@ def _warn_of_options(batch: BatchScript) -> None:
             f"--signal {batch.signal} and --time {batch.time}: the job gets the signal as soon as it starts. "
             "Give fewer seconds, or more time"
         )
+    _warn_of_nodes(batch)
     _warn_of_gpus(batch)
     warn_of_one_core(batch)
+
+
+def _warn_of_nodes(batch: BatchScript) -> None:
+    """Tell the user where a job asks for more nodes than there are, as far as sinfo tells it."""
+    from zlaunch.slurm.commands import count_nodes
+
+    most = count_nodes(batch.partition) if batch.nodes > 1 else None
+    if most is not None and batch.nodes > most:
+        _warn(f"--num_nodes {batch.nodes}: {_where(batch)} has fewer nodes; the maximum is {most}")
+
+
+def _where(batch: BatchScript) -> str:
+    return "the default partition" if batch.partition is None else f"partition {batch.partition}"
 
 
 def _warn_of_gpus(batch: BatchScript) -> None:
@@ -206,10 +220,8 @@ def _warn_of_gpus(batch: BatchScript) -> None:
     count = int(str(batch.gpus_per_node).rpartition(":")[2])
     most = max((gpus for _, gpus in node_sizes(batch.partition)), default=count)
     if count > most:
-        where = "the default partition" if batch.partition is None else f"partition {batch.partition}"
-        _warn(
-            f"--num_gpus {batch.gpus_per_node}: no node of {where} has that many GPUs; the maximum is {most}"
-        )
+        asked = f"--num_gpus {batch.gpus_per_node}"
+        _warn(f"{asked}: no node of {_where(batch)} has that many GPUs; the maximum is {most}")
 
 
 def _warn(text: str) -> None:

@@ -599,6 +599,9 @@ def test_the_file_asks_for_cores(
         ("--signal USR1@120 --time infinite train.py", ""),
         ("--num_gpus 4 train.py", "--num_gpus 4: no node of the default partition has that many GPUs"),
         ("--num_gpus a100:3 --partition x train.py", "--num_gpus a100:3: no node of partition x has"),
+        ("--num_nodes 3 train.py", ""),
+        ("--num_nodes 4 train.py", "--num_nodes 4: the default partition has fewer nodes; the maximum is 3"),
+        ("-N 9 --partition x train.py", "--num_nodes 9: partition x has fewer nodes; the maximum is 8"),
     ],
 )
 def test_what_is_probably_a_mistake_is_a_warning(
@@ -614,6 +617,9 @@ def test_what_is_probably_a_mistake_is_a_warning(
     (tmp_path / "env" / "bin" / "activate").touch()
     gpus = () if "num_gpus" in options else ("--num_gpus", "2")
     monkeypatch.setattr(queue, "node_sizes", lambda partition: [(64, 2), (64, 0)])
+    lines = ["x|8"] if "--partition" in options else ["gpu*|2", "x|5", "gpu*|1"]
+    program = programs(tmp_path / "bin", sinfo=shell("\n".join(lines)))
+    monkeypatch.setenv("PATH", f"{program}:{os.environ['PATH']}")
     assert main(["slurm", "script", "-c", "8", *gpus, *options.split()]) == 0
     shown = capfd.readouterr()
     assert shown.out.startswith("#!/bin/bash")
