@@ -28,6 +28,8 @@ class HangWatch:
         """Watch the ranks, which are the keys of ``hosts``."""
         self.timeout_s, self._hosts = timeout_s, hosts
         self._last = time.monotonic()
+        self._was_active = False
+        """Whether any rank has written or reported anything, so that the start is over."""
         self._asked: float | None = None
         self._collected = False
         self._written: dict[int, bytes] = {}
@@ -39,6 +41,7 @@ class HangWatch:
     def activity(self) -> None:
         """Record that some rank is alive and well."""
         if self._asked is None:
+            self._was_active = True
             self._last = time.monotonic()
 
     def standing(self, event: Event) -> None:
@@ -91,6 +94,8 @@ class HangWatch:
         left = self._hosts.keys() - self._ended.keys()
         texts = {rank: data.decode("utf-8", "replace") for rank, data in self._written.items()}
         parts += [f"  {line}" for line in where(texts, self._standing, self._hosts, left)]
+        if not self._was_active:
+            parts.append("  they may still be starting: give --hang_timeout more seconds")
         parts.append("  what each was doing:")
         for rank in sorted(texts):
             lines = texts[rank].splitlines()[-_STACK_LINES:]

@@ -177,3 +177,14 @@ def test_ranks_that_have_ended() -> None:
     lines = watch.report().splitlines()
     assert lines[1] == "  rank 1 on n1 has ended with code 0"
     assert lines[2] == "  ranks 0, 2 give no answer"
+
+
+def test_ranks_that_have_never_said_anything_may_still_be_starting() -> None:
+    advice = "  they may still be starting: give --hang_timeout more seconds"
+    for acts in (False, True):
+        watch = HangWatch(1e-9, {0: "n1"})
+        if acts:
+            watch.output(0, b"step 1\n")
+        assert watch.due()
+        watch.output(0, b"its stacks")
+        assert (advice in watch.report().splitlines()) != acts
