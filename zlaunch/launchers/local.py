@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from functools import cached_property
 
 from zlaunch.errors import LaunchError, NodeError
@@ -35,7 +36,10 @@ class LocalLauncher(ThisNodeLauncher):
         """Return the slots that were chosen. Raises LaunchError."""
         o = self.options
         if o.num_nodes not in (None, 1):
-            raise LaunchError(f"--num_nodes {o.num_nodes}: this is the only machine; give a --hostfile")
+            has_slurm = self.allocation is None and shutil.which("salloc") is not None
+            advice = ", or use `zlaunch slurm submit` or salloc" if has_slurm else ""
+            said = f"this is the only machine; give a --hostfile{advice}"
+            raise LaunchError(f"--num_nodes {o.num_nodes}: {said}")
         if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
             raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
         devices, count = self._devices, len(self._devices.tokens)

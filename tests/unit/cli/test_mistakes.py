@@ -192,6 +192,19 @@ def test_a_queued_run_whose_gpu_is_gone_is_refused_by_its_slot(
     assert run_record.own_end(str(folder), 2) == End(2, "host refused", slots=(("localhost", 3),))
 
 
+@pytest.mark.parametrize("slurm", [True, False])
+def test_several_nodes_on_a_login_node(
+    slurm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if slurm:
+        (tmp_path / "salloc").touch(mode=0o755)
+    assert main(["--dry_run", "--num_nodes", "2", "train.py"]) == 2
+    advice = ", or use `zlaunch slurm submit` or salloc" if slurm else ""
+    said = f"--num_nodes 2: this is the only machine; give a --hostfile{advice}\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 @pytest.mark.parametrize("line", ACCEPTED)
 def test_the_words_of_other_launchers_work(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = line.split()
