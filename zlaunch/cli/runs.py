@@ -16,7 +16,7 @@ import click
 
 from zlaunch.cli.clean import clean_up
 from zlaunch.cli.commands import SETTINGS, Command, seconds_option
-from zlaunch.cli.short_command import short_command
+from zlaunch.cli.short_command import short_commands
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
 from zlaunch.queue.ending import settle, settle_all
@@ -142,7 +142,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
         before = [max(map(len, column)) + _BETWEEN for column in zip(columns, *rows, strict=True)]
         width = max(_LEAST_COMMAND, console.width - sum(before) - _EDGES)
         commands = [run.record.command for run in chosen]
-        shown = [" ".join(words) if verbose else short_command(words, width) for words in commands]
+        shown = [" ".join(words) for words in commands] if verbose else short_commands(commands, width)
         cells = [(*row, text) for row, text in zip(rows, shown, strict=True)]
         # the run's name is there to be copied
         console.print(make_table((*columns, "command"), cells, whole=("run",)))

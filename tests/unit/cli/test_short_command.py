@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zlaunch.cli.main import main
-from zlaunch.cli.short_command import short_command
+from zlaunch.cli.short_command import short_commands
 from zlaunch.supervisor import run_record
 
 LONG = "--num_gpus 8 --max_restarts 3 work/train.py --config ds.json --model llama-7b --lr 3e-4 --seed 17"
@@ -23,19 +23,32 @@ LONG = "--num_gpus 8 --max_restarts 3 work/train.py --config ds.json --model lla
     [
         (100, LONG),
         (70, "... train.py --config ds.json --model llama-7b --lr 3e-4 --seed 17"),
-        (50, "... train.py ... llama-7b --lr 3e-4 --seed 17"),
-        (30, "... train.py ... --seed 17"),
+        (65, "... train.py --config ds.json --model llama-7b --lr 3e-4 ..."),
+        (50, "... train.py --config ds.json --model llama-7b ..."),
+        (30, "... train.py --config ..."),
         (15, "... train.py..."),
     ],
 )
-def test_the_script_and_the_end_stay(width: int, shown: str) -> None:
-    assert short_command(shlex.split(LONG), width) == shown
+def test_the_script_and_the_first_options_stay(width: int, shown: str) -> None:
+    assert short_commands([shlex.split(LONG)] * 2, width) == [shown] * 2
+
+
+def test_commands_that_would_look_alike_show_their_ends() -> None:
+    lines = (LONG, LONG.replace("17", "18"), LONG.replace("ds.json", "a.json"))
+    assert short_commands([shlex.split(line) for line in lines], 50) == [
+        "... train.py ... llama-7b --lr 3e-4 --seed 17",
+        "... train.py ... llama-7b --lr 3e-4 --seed 18",
+        "... train.py --config a.json --model llama-7b ...",
+    ]
 
 
 def test_a_module_and_a_command_without_a_script() -> None:
-    assert short_command(["-m", "pkg.train", "x" * 30, "--seed", "1"], 30) == "... pkg.train ... --seed 1"
-    assert short_command(["function", "x" * 30, "--seed", "1"], 30) == "function ... --seed 1"
-    assert len(short_command(["x" * 60 + ".py", "y"], 30)) == 30
+    for start, shown in ((["-m", "pkg.train"], "... pkg.train"), (["function"], "function")):
+        pair = [[*start, "x" * 30, "--seed", seed] for seed in "12"]
+        assert short_commands(pair, 30) == [f"{shown} ... --seed 1", f"{shown} ... --seed 2"]
+        (alone,) = short_commands(pair[:1], 30)
+        assert alone.startswith(f"{shown} xxx") and alone.endswith("x ...") and len(alone) == 30
+    assert len(short_commands([["x" * 60 + ".py", "y"]], 30)[0]) == 30
 
 
 def test_ps_uses_the_width_of_the_terminal(
@@ -45,12 +58,12 @@ def test_ps_uses_the_width_of_the_terminal(
     (tmp_path / "run").mkdir()
     run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 8)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    for width, found in ((121, "train.py ... --lr"), (151, "train.py --config"), (250, LONG)):
+    for width, found in ((121, "... train.py --config ds.json ..."), (151, "train.py --config"), (250, LONG)):
         size = os.terminal_size((width, 24))
         monkeypatch.setattr(shutil, "get_terminal_size", lambda size=size: size)
         assert main(["ps", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert any(found in line and line.rstrip().endswith("--seed 17") for line in lines), lines
+        assert any(found in line for line in lines), lines
     assert main(["ps", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["command"] == shlex.split(LONG)
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((121, 24)))
