@@ -675,4 +675,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a second signal at once ends a queued run's launcher with a traceback",
         _QUEUED,
     ),
+    # -- runs of SLURM jobs, requests to save
+    Mutation(
+        "zlaunch/supervisor/found_runs.py",
+        "        return None if asked - self.record.started < _CLOCK_SKEW_S else False\n",
+        "        return False\n",
+        "a run that began after squeue was asked counts as gone",
+        ("tests/unit/supervisor/test_found_runs.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/controller.py",
+        "        elif self.save_asked and self.has_engine and not (self.has_saved_since or outcome.saved):\n",
+        "        elif self.save_asked and self.has_engine:\n",
+        "a run that has saved says that nothing saves on SIGUSR1",
+        ("tests/unit/supervisor/test_controller.py",),
+    ),
 )
