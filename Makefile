@@ -41,7 +41,7 @@ $(WITH_DOCS): $(INSTALLED)
 
 # Two workers, or one on a machine with one GPU. Without a GPU, CPU workers.
 demo: $(INSTALLED)
-	@workers=$$($(PY) -c 'import os; from zlaunch.system.devices import discover; \
+	@workers=$$($(PY) -c 'import os; from zlaunch.system.machine import discover; \
 	  print(1 if len(discover(os.environ).tokens) == 1 else 2)'); \
 	run="$(VENV)/bin/zlaunch --num_gpus $$workers examples/train_gpt.py"; \
 	echo "$$run --config examples/ds_stage2.json --save out"; \

@@ -1,6 +1,6 @@
 """Dynamic loss scaling whose state stays on the device, so that no step waits for its overflow flag.
 
-The rules are those of ``runtime.precision.loss_scaler.LossScaler``; the host reads
+The rules are those of ``runtime.precision.LossScaler``; the host reads
 ``at_floor`` when it pleases.
 """
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import Config
-from .rank_mesh import MeshShape
+from .mesh import MeshShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,65 +18,104 @@ from . import preemption
 from .activation import checkpointing
 from .arguments import is_factory, made_optimizer, made_scheduler
 from .averaging import Averaging
-from .backward_step.engine import choose_backward_step
 from .checkpoint.export.consolidate import save_weights
+from .checkpoint.in_memory import make_checkpointer
+from .comm import deadlock
 from .comm.collectives import Comm
+from .comm.nodes import divides_layers, find_shard_group, make_link
 from .comm.process_group import init_distributed
+from .comm.shared_memory import connect
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
 from .data import EngineLoader
-from .deadlock import watch as deadlock
-from .engine import Engine
+from .engine import Engine, choose_backward_step, choose_local_steps
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
-from .gradient_options import choose_gradient_options
-from .handles.accepted_optimizers import check_narrow, needs_whole_tensors
-from .handles.accepted_parameters import find_refused
-from .handles.consistency import check_consistency
-from .handles.handles import Handles
-from .handles.module_methods import intercept_module
-from .handles.optimizer import ZeroOptimizer, guard
-from .in_memory.snapshots import make_checkpointer
-from .leaf_modules import mark_configured, mark_lists_of_experts
 from .log import detail, say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
-from .memory.preflight import preflight
-from .memory.resources import PINNED_SHARE
-from .mesh.choice import divides_layers, find_shard_group, make_link
-from .model_plans import find_hidden_size
-from .monitor.limits import measure_costs
-from .monitor.logged_comm import LoggedComm
-from .monitor.observation import observe, open_monitor
-from .monitor.overflow_hint import find_overflow_hint
-from .monitor.step_clock import DISK
-from .numerics import settle_precision
+from .memory.preflight import PINNED_SHARE, preflight
+from .models import find_hidden_size
+from .observe.clock import DISK
+from .observe.comms_logger import LoggedComm
+from .observe.limits import find_overflow_hint, measure_costs
+from .observe.reporter import observe, open_monitor
 from .offload import disk
-from .offload.manager import Offload
-from .offload.options import choose_offload
+from .offload.manager import Offload, choose_offload
+from .offload.states import StateMover
 from .offload.transfer import HostLink
-from .offload_states.state_mover import StateMover
-from .one_bit.local_engine import choose_local_steps
-from .optim.param_groups import groups_by_parameter, parameter_groups
-from .optim.sharded_optimizer import ShardedOptimizer
-from .pipeline_parallel.apply import divide_layers
-from .pipeline_parallel.engine import choose_kind
-from .precision.buffers import choose_buffer_types
-from .precision.loss_scaler import DeviceLossScaler, LossScaler
-from .precision.policy import Precision
-from .registry.optimizers import build_optimizer, build_scheduler
-from .replicated import place_rest
+from .optim.registry import (
+    build_optimizer,
+    build_scheduler,
+    check_narrow,
+    choose_step,
+    keeps_whole_gradients,
+    needs_whole_tensors,
+    prepare,
+)
+from .optim.slices import groups_by_parameter, parameter_groups
+from .optim.step import ShardedOptimizer
+from .parallel.schedule import choose_kind, divide_layers
+from .parallel.sequence import share_sequences
+from .parallel.tensor import share_layers
+from .precision import (
+    DeviceLossScaler,
+    LossScaler,
+    Precision,
+    choose_buffer_types,
+    dtype_named,
+    settle_precision,
+)
 from .report import announce, describe
 from .restarts import note_engine, read_restarts
-from .sequence_parallel.apply import share_sequences
-from .shared_memory.connect import connect
-from .step_choice import choose_step, keeps_whole_gradients, prepare
-from .tensor_parallel.apply import share_layers
+from .script.accept import check_consistency, find_refused
+from .script.handles import Handles
+from .script.module_methods import intercept_module
+from .script.optimizer import ZeroOptimizer, guard
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
-from .zero.reduce import GradientReducer
+from .zero.policy import (
+    UNIT_NUMEL,
+    UNIT_NUMEL_CPU,
+    Block,
+    ShardingOptions,
+    UnitFactory,
+    mark_configured,
+    mark_lists_of_experts,
+    place_rest,
+    plan_blocks,
+)
+from .zero.reduce import GradientOptions, GradientReducer
 from .zero.store import DeviceStores
-from .zero.unit_policy import UNIT_NUMEL, UNIT_NUMEL_CPU, Block, ShardingOptions, UnitFactory, plan_blocks
+
+# -- gradient options -------------------------------------------------------------------------------
+#
+# Chooses from the config how gradients are sent and summed.
+
+
+def choose_gradient_options(
+    config: Config, *, transient: bool = False, predivide: float = 1.0
+) -> GradientOptions:
+    """Return the options of a reducer, which divides gradients by ``predivide`` before it sends them.
+
+    A gradient rests in fp32, or in ``data_types.grad_accum_dtype``; beside stochastic masters, which are
+    bf16, the only one of a step rests in bf16.
+    """
+    chosen = dtype_named(config.data_types.grad_accum_dtype)
+    sums = None if chosen == torch.float32 else chosen  # None: float64 in such a model
+    is_one = not config.accumulates
+    single = torch.bfloat16 if config.bf16.master_weights == "stochastic" and is_one else sums
+    return GradientOptions(
+        transient=transient,
+        dtype=dtype_named(config.communication_data_type),
+        single=single,
+        sums=sums,
+        predivide=predivide,
+    )
+
+
+# -- build ------------------------------------------------------------------------------------------
+
 
 E = TypeVar("E", bound=Engine)
 

@@ -3,21 +3,515 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .config import Config
-from .loop import TrainingLoop
-from .precision.step_result import StepResult
+from . import preemption
+from .averaging import Averaging
+from .comm.collectives import Comm
+from .config import Config, ConfigError, Effective
+from .data import EngineLoader
+from .errors import LossScaleFloorError, OptimizerError, ParameterError
+from .log import say, warn
+from .optim.in_backward import SteppingReducer
+from .optim.local_steps import refuse_local_steps
+from .optim.one_bit import ZeroOneAdam, ZeroOneAdamStep
+from .optim.registry import collective_step_of
+from .optim.step import ShardedOptimizer
+from .precision import DeviceLossScaler, LossScaler, Precision, StepResult, cast_floats, floor_error
+from .precision import explained as explained_dtypes
+from .step_losses import StepLosses
 from .zero import placeholder
-from .zero.ownership import GRADIENTS, VALUES
+from .zero.hooks import ShardedModel
+from .zero.placeholder import GRADIENTS, VALUES
+from .zero.reduce import GradientReducer
+from .zero.saved_tensors import explained
+from .zero.tensors import tensors_in
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
+
+
+# -- loop -------------------------------------------------------------------------------------------
+#
+# Defines the training loop's three verbs over a sharded model: forward, backward and step.
+
+
+class EngineHandles(Protocol):
+    """Keeps the script's model and optimizer consistent with one engine."""
+
+    def take_unfrozen(self) -> None:
+        """Start to train parameters that have been unfrozen. Collective, where there are any."""
+
+    def check(self) -> None:
+        """Raise ParameterError if the model or the optimizer's groups are not what the engine trains."""
+
+    def refuse_unused(self) -> None:
+        """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
+
+    def nonfinite_names(self) -> list[str]:
+        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
+
+    def bring_writes(self) -> None:
+        """Copy values written into parameters back to the masters. Raises DiskError."""
+
+    def release(self, *, has_stepped: bool) -> None:
+        """Turn the script's optimizer back into a plain one; tell whether the engine has made a step."""
+
+    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Add a group of further parameters of the model to those that are trained. Collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave on this rank."""
+
+
+class TrainingLoop(nn.Module):
+    """Calls a sharded model, collects its gradients and steps its optimizer, scheduler and loss scale."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        shard_step: ShardedOptimizer | None,
+        *,
+        lr_scheduler: Any,
+        precision: Precision,
+        scaler: LossScaler | DeviceLossScaler,
+        effective: Effective,
+        handles: EngineHandles,
+    ) -> None:
+        super().__init__()
+        self.module = sharded.module
+        self.handles = handles
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader: EngineLoader | None = None
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self.accumulated = 0
+        """Counts the micro-batches since the last optimizer step. It is not `micro_steps` modulo the number
+        of a step's micro-batches, which `set_batch` may change.
+        """
+        self._sharded, self._reducer, self._shard_step = sharded, sharded.reducer, shard_step
+        self._precision, self._scaler, self._effective = precision, scaler, effective
+        self._skipped_steps = 0
+        self._result: StepResult | None = None
+        """Keeps the last step's result; on a GPU its numbers are fetched when they are needed."""
+        self._unresolved = False
+        """Tells that it is not yet known whether the last step was skipped; the scheduler waits for that."""
+        self._boundary: bool | None = None
+        self._lr_arguments: dict[str, Any] = {}
+        self._no_sync = False
+        self._counted = 0
+        """Counts the backward passes at the last :meth:`step` that only counted."""
+        self._has_warned_of_count = False
+        self._iteration: int | None = None
+        """Keeps the scheduler's count after the last step; None before the first and after a load."""
+        self._has_warned_of_schedule = False
+        self.last_loss: Tensor | None = None
+        """Keeps the last micro-batch's loss."""
+        comm = sharded.comm
+        self._losses = StepLosses(
+            comm.device,
+            rank=comm.rank,
+            world_size=comm.world_size,
+            samples=comm.mesh.samples if comm.mesh.pipeline == 1 else 1,  # a pipeline's is a mean of all
+        )
+        self.step_observers: list[Callable[[TrainingLoop], None]] = []
+        """Are called after every optimizer step."""
+        if scaler.used:
+            sharded.loss_scaling.factor = lambda: scaler.factor
+        sharded.loss_scaling.micro_share = lambda: 1.0 / self.averaging.accumulation
+        self._prepare_pass()
+
+    # -- its parts
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer."""
+        return self._shard_step.outer if self._shard_step is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """Return this rank's device."""
+        return self._sharded.comm.device
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._sharded.comm.world_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of ranks that train on different samples."""
+        return self._sharded.comm.mesh.samples
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that train on different samples."""
+        return self._sharded.comm.mesh.sample_position(self.global_rank)
+
+    @property
+    def global_rank(self) -> int:
+        """Return this rank's global rank."""
+        return self._sharded.comm.rank
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage, 0 to 3."""
+        return int(self._effective.config.zero_optimization.stage)
+
+    # -- batches
+
+    def train_batch_size(self) -> int:
+        """Return the number of samples in one optimizer step over all ranks."""
+        return int(self._effective.config.train_batch_size or 0)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples in one micro-batch on one rank."""
+        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches in one optimizer step."""
+        return int(self._effective.config.gradient_accumulation_steps or 1)
+
+    @property
+    def _is_managed(self) -> bool:
+        """Tell whether the engine counts the micro-batches of a step, not the script."""
+        return bool(self._effective.config.managed_gradient_accumulation)
+
+    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
+        """Change the three batch sizes between two optimizer steps. The loader must yield such batches.
+
+        Raises RuntimeError if the number of micro-batches would change in the middle of a step.
+        """
+        # a backward pass without its step() is not counted yet
+        begun = max(self.accumulated, self._reducer.passes)
+        if begun and accumulation != self.gradient_accumulation_steps():
+            raise RuntimeError(
+                f"gradient_accumulation_steps cannot change from {self.gradient_accumulation_steps()} to "
+                f"{accumulation} after {begun} of its micro-batches: change it right after a step"
+            )
+        names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+        sizes = dict(zip(names, (train, micro, accumulation), strict=True))
+        config = self._effective.config.model_copy(update=sizes)
+        self._effective = replace(self._effective, config=config)
+        self._prepare_pass()
+
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> EngineLoader:
+        """Return a loader of micro-batches over this rank's share of ``dataset``."""
+        return EngineLoader(
+            dataset,
+            batch_size=self.train_micro_batch_size_per_gpu(),
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_size,
+            collate_fn=collate_fn,
+            drop_last=self._effective.config.dataloader_drop_last,
+        )
+
+    @property
+    def averaging(self) -> Averaging:
+        """Return the factors that losses and gradients are divided by, as of now."""
+        return Averaging.of(self._effective.config, self._sharded.comm.mesh)
+
+    # -- the last step
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the current loss scale; 1.0 except with fp16."""
+        return self._scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Return whether the last step was skipped because gradients were not finite."""
+        self._resolve_last_step()
+        return self._result is not None and self._result.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return the number of steps skipped so far."""
+        self._resolve_last_step()
+        return self._skipped_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """Return whether the run should save and stop. Updated by each step, equal on all ranks."""
+        preemption.act_on_request()
+        return self._result is not None and self._result.stop
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last optimizer step changed the parameters."""
+        return self.global_steps > 0 and not self.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the L2 norm of the last step's averaged, unscaled gradient before clipping; None before the
+        first step.
+        """
+        return self._result.norm if self._result is not None else None
+
+    def get_lr(self) -> list[float]:
+        """Return the current learning rate of each param group."""
+        self._resolve_last_step()
+        optimizer = self.torch_optimizer
+        return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+    def step_metrics(self) -> dict[str, float | Tensor]:
+        """Return what is known of the last step: gradient norm, the mean of the losses of all ranks and
+        micro-batches, and with fp16 the loss scale and how many steps are known to be skipped; 0-dim tensors
+        where a number may still be on its way from the device.
+        """
+        found = {} if self._result is None else {"grad_norm": self._result.norm_there}
+        if self._scaler.used:
+            found |= {"loss_scale": self._scaler.factor, "skipped_steps": float(self._skipped_steps)}
+        mean = self._losses.mean
+        return found if mean is None else {**found, "train_loss": mean}
+
+    def restore_counters(self, counters: Mapping[str, int]) -> None:
+        """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
+        self._iteration = None
+        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        self.micro_steps = counters["micro_steps"]
+        self.accumulated = 0
+        self._skipped_steps = counters["skipped_steps"]
+        self._result = None
+
+    # -- forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass."""
+        if self._precision.cast_inputs and self._precision.dtype is not None:
+            args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
+        if self._shard_step is not None:
+            self._shard_step.check()
+        try:
+            with self._precision.around_forward(self.device):
+                return self.module(*args, **kwargs)
+        except BaseException as error:
+            self._sharded.abandon_forward()
+            better = explained(error) or explained_dtypes(
+                error, self.module, tensors_in((args, kwargs)), self._precision.dtype
+            )
+            if better is not None:
+                raise better from error
+            raise
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagate one micro-batch's loss; return it."""
+        if not loss.requires_grad:
+            raise RuntimeError("the loss does not depend on any trainable parameter")
+        self._prepare_pass()
+        scaled, passes = self._scaled(loss, scale_wrt_gas), self._reducer.passes
+        try:
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self._sharded.loss_scaling.loss_is_scaled = False
+        self._note_loss(loss, passes, is_share=not scale_wrt_gas)
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss multiplied by the loss scale and divided by the number of micro-batches. The
+        caller's plain ``.backward()`` on it has to come next.
+        """
+        self._note_loss(loss, self._reducer.passes)
+        return self._scaled(loss, True)
+
+    def _note_loss(self, loss: Tensor, passes: int, *, is_share: bool = False) -> None:
+        """Note the loss of a micro-batch before which the step had so many backward passes. Without any,
+        gradients of earlier ones have been dropped, and their losses are, too. ``is_share``: the caller has
+        divided it by the number of micro-batches, as the Trainer does.
+        """
+        if not passes:
+            self._losses.clear()
+        self.last_loss = loss.detach()
+        self._losses.note(loss, is_share=is_share)
+
+    def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
+        self._sharded.loss_scaling.loss_is_scaled = True
+        factor = self._scaler.factor if self._scaler.used else 1.0
+        if divide:
+            factor = factor / self.averaging.accumulation
+        return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next :meth:`step` updates the parameters."""
+        if not self._is_managed:
+            return True
+        if self._boundary is not None:
+            return self._boundary
+        return self.accumulated + 1 >= self.gradient_accumulation_steps()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next step is an accumulation boundary, instead of counting micro-batches. Raises
+        RuntimeError with ``managed_gradient_accumulation`` false.
+        """
+        if not self._is_managed:
+            raise RuntimeError(
+                "managed_gradient_accumulation is false, so every engine.step() is a boundary: do not call "
+                "set_gradient_accumulation_boundary()"
+            )
+        self._boundary = is_boundary
+        self._prepare_pass()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside the context. The next backward pass outside it, or the step,
+        reduces them. Raises RuntimeError at stages 2 and 3.
+        """
+        if self._sharded.options.shard_grads:
+            raise RuntimeError(
+                f"no_sync needs unsharded gradients, but stage {self.zero_optimization_stage()} shards them: "
+                "use gradient_accumulation_steps"
+            )
+        self._no_sync = True
+        self._prepare_pass()
+        try:
+            yield
+        finally:
+            self._no_sync = False
+            self._prepare_pass()
+
+    def _prepare_pass(self) -> None:
+        transient = self._reducer.options.transient
+        # where the script counts, no pass is known to be the last: the step reduces whole gradients
+        is_last = self._is_managed and self.is_gradient_accumulation_boundary()
+        self._reducer.sync = transient or (is_last and not self._no_sync)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the accumulated gradients."""
+        self.module.zero_grad(set_to_none)
+
+    # -- step
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Apply the gradients at the accumulation boundary; else only count."""
+        self._lr_arguments = dict(lr_kwargs or {})
+        if self.is_gradient_accumulation_boundary():
+            self._optimizer_step()
+        else:
+            self._warn_of_own_count()
+            self.accumulated += 1
+        self.micro_steps += 1
+        self._prepare_pass()
+
+    def _warn_of_own_count(self) -> None:
+        """Warn once where several backward passes come before a step() that only counts: the script seems to
+        count micro-batches by itself.
+        """
+        passes = self._reducer.passes
+        # fewer than before: a step has been made, or gradients have been dropped
+        new = passes - self._counted if passes >= self._counted else passes
+        self._counted = passes
+        if new > 1 and not self._has_warned_of_count:
+            self._has_warned_of_count = True
+            if self.global_rank == 0:
+                warn(
+                    f"engine.step() after {new} backward passes counts as one micro-batch of "
+                    f"{self.gradient_accumulation_steps()} (gradient_accumulation_steps): call it after each "
+                    "backward pass, or set managed_gradient_accumulation to false if the script counts "
+                    "micro-batches"
+                )
+
+    def _optimizer_step(self) -> None:
+        if self._shard_step is None:
+            raise RuntimeError(
+                "this engine has no optimizer: pass one to initialize, or add an optimizer section to the "
+                "config. At least one parameter must require a gradient"
+            )
+        if not self._reducer.passes:
+            raise RuntimeError(
+                "engine.step() without a backward pass since the last step or zero_grad(): call "
+                "engine.backward(loss) first. optimizer.step() already calls engine.step(): call only one"
+            )
+        self._reducer.reduce_rest()
+        samples = self.train_batch_size()
+        if not self._is_managed:
+            samples = samples // self.gradient_accumulation_steps() * self._reducer.passes
+        self.handles.check()
+        if not self._effective.config.zero_optimization.ignore_unused_parameters:
+            self.handles.refuse_unused()
+        self._resolve_last_step()
+        scaler, divisor = self._scaler, self.gradient_divisor()
+        self._sharded.reshard_all()
+        broken: list[str] = []
+        if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
+            broken = self.handles.nonfinite_names()
+        with torch.no_grad():
+            result = self._shard_step.step(
+                divisor=divisor,
+                clip=float(self._effective.config.gradient_clipping),
+                check_finite=self._precision.check_finite,
+                beside=self._losses.numbers(),
+            )
+        self._losses.take(result.beside)
+        self._result = result
+        self.accumulated = 0  # here: what follows may raise, and the step is made
+        self._counted = 0
+        self.global_steps += 1
+        self.global_samples += samples
+        try:
+            scaler.update(result)
+        except LossScaleFloorError:
+            everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
+            raise floor_error(scaler.min_scale, everyone) from None
+        result.send(None)
+        self._unresolved = self._precision.check_finite
+        if not self._precision.check_finite:
+            self._advance_schedule()
+        elif result.known:
+            self._resolve_last_step()
+        for observe in self.step_observers:
+            observe(self)
+
+    def gradient_divisor(self) -> float | Tensor:
+        """Return the divisor of the summed gradients, the loss scale included."""
+        return self._scaler.factor * self.averaging.divisor(is_predivided=self._reducer.predivides)
+
+    def _resolve_last_step(self) -> None:
+        """Find out whether the last step was skipped, and do what depends on it."""
+        if not self._unresolved or self._result is None:
+            return
+        self._unresolved = False
+        if self._result.differs:
+            self._sharded.comm.raise_order()
+        if not self._result.skipped:
+            self._advance_schedule()
+            return
+        self._skipped_steps += 1
+        if self._result.stuck:
+            raise floor_error(self._scaler.min_scale)
+
+    def _advance_schedule(self) -> None:
+        scheduler = self.lr_scheduler
+        if scheduler is None:
+            return
+        before = _iteration(scheduler)
+        if self._iteration is not None and before is not None and before > self._iteration:
+            if not self._has_warned_of_schedule and self.global_rank == 0:
+                warn(
+                    f"the script has stepped the {type(scheduler).__name__} since the last engine.step(), "
+                    "which steps it, too: remove scheduler.step() from the script"
+                )
+            self._has_warned_of_schedule = True
+        scheduler.step(**self._lr_arguments)
+        self._iteration = _iteration(scheduler)
+
+
+def _iteration(scheduler: Any) -> int | None:
+    """Return how often a scheduler of torch's or ours has stepped; None for one that counts otherwise."""
+    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
+    return count if isinstance(count, int) else None
+
+
+# -- engine -----------------------------------------------------------------------------------------
 
 
 _engines: WeakSet[Engine] = WeakSet()
@@ -347,3 +841,362 @@ class Engine(TrainingLoop):
             stack.callback(self.monitor.close)
             stack.callback(self._states.close)
             stack.callback(self._states.reload, non_blocking=False)
+
+
+# -- local engine -----------------------------------------------------------------------------------
+#
+# Defines an engine whose ranks have weights of their own between two exchanges of their optimizer.
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class LocalStepsEngine(Engine):
+    """Is an engine whose ranks agree on their weights before any is saved."""
+
+    def agree(self, call: str, *, keeps_writes: bool = True) -> None:
+        """Give all ranks the same weights and moments, as an exchange of the optimizer does, for a ``call``.
+        Collective. Raises OptimizerError where ``keeps_writes`` and the script has changed them meanwhile,
+        OffloadedError where states are away.
+        """
+        step = self._shard_step
+        assert step is not None and isinstance(step.stepper, ZeroOneAdamStep)
+        if not step.stepper.are_apart:
+            return
+        self._check_alive()
+        self._states.check(call)
+        self._resolve_last_step()
+        if keeps_writes:
+            self.handles.check()
+            self.handles.bring_writes()
+        step.agree_on_state()
+        step.take_hyperparameters()
+        groups, state = step.optimizer.param_groups, step.optimizer.state
+        step.stepper.agree(groups, step.slices, state, keeps_writes=keeps_writes)
+
+    def _prepare_save(self) -> None:
+        super()._prepare_save()
+        self.agree("engine.save_checkpoint()")
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """Write the whole model's weights, on which the ranks have agreed."""
+        self.agree("engine.save_16bit_model()")
+        return super().save_16bit_model(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint; what it does not have is what the ranks have agreed on before."""
+        self.agree("engine.load_checkpoint()", keeps_writes=False)
+        return super().load_checkpoint(*args, **kwargs)
+
+    def destroy(self) -> None:
+        """Do as other engines, after the ranks have agreed. Where an exception is ending the run, the others
+        may not be there: the ranks keep what they have.
+        """
+        try:
+            if not self._destroyed and sys.exc_info()[0] is None:
+                self.agree("engine.destroy()", keeps_writes=False)
+        finally:
+            super().destroy()
+
+
+def choose_local_steps(
+    kind: type[E], optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm
+) -> type[E]:
+    """Return the class of an engine whose optimizer makes steps that no other rank knows of, if it does.
+
+    Raises OptimizerError where a rank does not have whole weights and states of its own.
+    """
+    if not isinstance(optimizer, ZeroOneAdam):
+        return kind
+    stage = int(effective.config.zero_optimization.stage)
+    reasons = {
+        f"zero_optimization.stage is {stage}": stage > 0,
+        "sequence parallelism is on": comm.mesh.sequence > 1,
+    }
+    most = max(group["local_step_clipper"] for group in optimizer.param_groups)
+    refuse_local_steps(most, reasons)
+    if stage > 0:
+        return kind
+    return type(f"LocalSteps{kind.__name__}", (LocalStepsEngine, kind), {})
+
+
+# -- engine -----------------------------------------------------------------------------------------
+#
+# Defines what an engine does whose optimizer steps inside the backward pass.
+
+
+_KEY = "zero_optimization.step_in_backward"
+
+
+class SteppingEngine(Engine):
+    """Is an engine whose backward pass steps each unit; :meth:`step` ends the step."""
+
+    _restored_norm: float | None = None
+
+    def attach(self, **parts: Any) -> None:
+        """Take the engine's parts, and tell the step whose it is."""
+        super().attach(**parts)
+        assert isinstance(self._reducer, SteppingReducer) and self._shard_step is not None
+        self._stepping = self._reducer.step
+        config = self._effective.config
+        by_value = config.zero_optimization.step_in_backward_clipping == "value"
+        self._stepping.connect(self, self._shard_step, float(config.gradient_clipping), by_value)
+
+    @property
+    def previous_norm(self) -> float | None:
+        """Return the norm of the last step's gradient, or of the checkpoint's; None before the first step."""
+        norm = self.get_global_grad_norm()
+        return self._restored_norm if norm is None else norm
+
+    def _before_forward(self) -> None:
+        self._stepping.check()
+        super()._before_forward()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagate the loss and step each unit. Raises OptimizerError for ``retain_graph``."""
+        if retain_graph:
+            raise OptimizerError(
+                f"{_KEY} does not support backward(retain_graph=True): the backward pass updates parameters "
+                "that the graph still needs"
+            )
+        return super().backward(loss, False, scale_wrt_gas)
+
+    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
+        """Change the batch sizes. Raises OptimizerError for more than one micro-batch in a step."""
+        if accumulation != 1:
+            raise _accumulates(accumulation)
+        super().set_batch(train, micro, accumulation)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Take note that each step is a boundary. Raises OptimizerError for False."""
+        if not is_boundary:
+            raise _accumulates("several")
+        super().set_gradient_accumulation_boundary(is_boundary)
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """End the step. Raises OptimizerError if the backward pass has ended half-way."""
+        if not self._stepping.has_gradients:
+            self._stepping.check_unchanged()
+        super().step(lr_kwargs)
+
+    def _prepare_save(self) -> None:
+        self._stepping.check()
+        super()._prepare_save()
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """Write the whole model's weights. Raises OptimizerError between backward pass and step."""
+        self._stepping.check()
+        return super().save_16bit_model(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """Load a checkpoint, also after a step that ended half-way."""
+        was_changed, self._stepping.is_changed, path = self._stepping.is_changed, False, None
+        try:
+            path, state = super().load_checkpoint(*args, **kwargs)
+        finally:
+            if path is None:
+                self._stepping.is_changed = was_changed
+        return path, state
+
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
+        """Set the counters to a checkpoint's numbers, and the norm that the next step is clipped by."""
+        super().restore_counters(counters)
+        self._restored_norm = counters.get("previous_norm")
+
+
+def _accumulates(steps: object) -> OptimizerError:
+    return OptimizerError(
+        f"{_KEY} does not support {steps} micro-batches per step: each backward pass is a step. Use a "
+        "larger micro-batch or remove the key"
+    )
+
+
+def choose_backward_step(
+    kind: type[E], optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm, *, whole: bool
+) -> tuple[type[E], type[GradientReducer]]:
+    """Return the classes of an engine and its reducer that step in the backward pass, where the config asks
+    for it and there is an ``optimizer``. ``whole``: that gets whole tensors.
+
+    Raises ConfigError where a step has several micro-batches, OptimizerError for an optimizer that has to see
+    more than one unit's gradient.
+    """
+    config = effective.config
+    if not config.zero_optimization.step_in_backward or optimizer is None:
+        return kind, GradientReducer
+    if config.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            [
+                f"{effective.loaded.origin}: {_KEY}: gradient_accumulation_steps is "
+                f"{config.gradient_accumulation_steps}, but each backward pass is a step: set it to 1"
+            ]
+        )
+    if whole or collective_step_of(optimizer) is not None:
+        raise OptimizerError(
+            f"{_KEY} does not support optimizer {type(optimizer).__name__}, which needs whole parameters or "
+            "other ranks' data: remove the key, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
+        )
+    if comm.rank == 0:
+        say(
+            "step_in_backward: the optimizer steps each unit inside the backward pass; "
+            f"{_clipping(effective)}"
+        )
+    return type(f"Stepping{kind.__name__}", (SteppingEngine, kind), {}), SteppingReducer
+
+
+def _clipping(effective: Effective) -> str:
+    clip = float(effective.config.gradient_clipping)
+    if not clip:
+        return "gradients are not clipped"
+    if effective.config.zero_optimization.step_in_backward_clipping == "value":
+        return f"each element of a gradient is clipped to {clip:g}"
+    return (
+        f"gradients are clipped to {clip:g} by the previous step's norm, in the first step by each unit's "
+        "norm"
+    )
+
+
+# -- whole steps ------------------------------------------------------------------------------------
+#
+# Trains whole steps on ranks that have all layers, so that a script runs with and without stages.
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return the tensors in tuples and lists on a device."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(each, device) for each in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def loss_in(output: Any) -> Tensor:
+    """Return the loss that a model has computed. Raises ParameterError if there is none."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Tensor) and output.dim() == 0:
+        found = output
+    if not isinstance(found, Tensor):
+        raise ParameterError("the model's output has no loss: pass loss_fn(output, labels) to train_batch")
+    return found
+
+
+Kind = TypeVar("Kind")
+NO_DATA = "engine.train_batch() needs data_iter, or training_data in initialize"
+
+
+def with_whole_steps(kind: type[Kind]) -> type[Kind]:
+    """Return the engine class that has whole steps as well."""
+    return kind if hasattr(kind, "train_batch") else type(f"Whole{kind.__name__}", (WholeSteps, kind), {})
+
+
+class WholeSteps:
+    """Is an engine whose ranks have all layers: it trains and evaluates whole steps as a pipeline does."""
+
+    _own_data: Iterator[Any] | None = None
+    _loss_fn: Callable[..., Tensor] | None = None
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
+        training_data; return the mean loss over all ranks and micro-batches. Collective.
+
+        One is a dict of the model's arguments, or a pair of inputs and labels, for which ``loss_fn(output,
+        labels)`` computes the loss. Raises StopIteration at the end of the data.
+        """
+        engine: Any = self
+        micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
+        engine.module.train()
+        losses: list[Tensor] = []
+        for each in micro_batches:
+            loss = self._loss_of_one(each)
+            engine.backward(loss)
+            losses.append(loss.detach())
+            engine.step()
+        engine.last_loss = mean = self._mean_of(losses)
+        return mean
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
+        Collective.
+        """
+        engine: Any = self
+        engine._check_alive()
+        count = num_micro_batches or engine.gradient_accumulation_steps()
+        micro_batches = self._take(data_iter, loss_fn, count)
+        was_training = engine.module.training
+        engine.module.eval()
+        try:
+            with torch.no_grad():
+                return self._evaluate(micro_batches)
+        finally:
+            engine.module.train(was_training)
+
+    def _evaluate(self, micro_batches: list[Any]) -> Tensor:
+        return self._mean_of([self._loss_of_one(each) for each in micro_batches])
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
+        self._own_data = None
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]  # of the engine
+
+    def _take(self, data_iter: Any, loss_fn: Callable[..., Tensor] | None, count: int) -> list[Any]:
+        engine: Any = self
+        chosen = loss_fn or self._loss_fn or getattr(engine.module, "loss_fn", None)
+        self.__dict__["_loss_fn"] = chosen  # a module is no part of the engine
+        found = self._next_ones(data_iter, count)
+        if len(found) < count:
+            raise StopIteration(f"data_iter ended after {len(found)} of {count} micro-batches")
+        return found
+
+    def _next_ones(self, data_iter: Any, count: int) -> list[Any]:
+        """Return the next micro-batches of an iterator or the training_data, fewer at the end. Raises
+        ParameterError where there are none, and for what would begin anew in each step.
+        """
+        engine: Any = self
+        if data_iter is None:
+            if engine.training_dataloader is None:
+                raise ParameterError(NO_DATA)
+            self._own_data = self._own_data or _endless(engine.training_dataloader)
+            data_iter = self._own_data
+        if iter(data_iter) is not data_iter:
+            raise ParameterError(
+                f"data_iter is a {type(data_iter).__name__}, which would restart in each step: call "
+                "iter(...) on it once and pass the iterator"
+            )
+        return list(islice(data_iter, count))
+
+    def _loss_of_one(self, micro_batch: Any) -> Tensor:
+        engine: Any = self
+        labels = None
+        if isinstance(micro_batch, Mapping):
+            given = {name: to_device(value, engine.device) for name, value in micro_batch.items()}
+            if self._loss_fn is not None:
+                labels = given.pop("labels", None)
+            output = engine(**given)
+        elif isinstance(micro_batch, (tuple, list)) and len(micro_batch) == 2:
+            inputs, labels = to_device(micro_batch, engine.device)
+            output = engine(*inputs) if isinstance(inputs, (tuple, list)) else engine(inputs)
+        else:
+            raise ParameterError(
+                "expected a micro-batch that is a dict of the model's arguments or a pair of inputs and "
+                f"labels, got {type(micro_batch).__name__}"
+            )
+        if self._loss_fn is None:
+            return loss_in(output)
+        return self._loss_fn(output) if labels is None else self._loss_fn(output, labels)
+
+    def _mean_of(self, losses: list[Tensor]) -> Tensor:
+        engine: Any = self
+        comm, own = engine._sharded.comm, torch.stack(losses).mean()
+        total: Tensor = own.double()
+        comm.all_reduce_scalars(total, "sums the losses")
+        mean: Tensor = total / comm.world_size
+        return mean.to(torch.promote_types(own.dtype, torch.float32))
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader

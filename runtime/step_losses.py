@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .host_copy import HostCopy
+from .device import HostCopy
 from .log import warn
 
 _WATCHED_STEPS = 20

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from zlaunch.system.devices import Devices, discover
+from zlaunch.system.machine import Devices, discover
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _INPUT = "cuda_visible_devices"

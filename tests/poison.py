@@ -69,8 +69,8 @@ def poison() -> list[Change]:
     """Poison what the runtime allocates in this process from now on; return what was changed."""
     from torch.utils._device import _device_constructors
 
+    from zlaunch.runtime.comm.shared_memory import SharedMemory
     from zlaunch.runtime.offload.transfer import HostLink
-    from zlaunch.runtime.shared_memory.memory import SharedMemory
 
     _device_constructors()  # its cache has to hold torch's functions
     changes: list[Change] = []

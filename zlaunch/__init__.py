@@ -52,7 +52,7 @@ _LAZY = {
         )
     },
     **{name: ("zlaunch.errors", name) for name in ("LaunchError", "NodeError", "ZlaunchError")},
-    "Experts": ("zlaunch.runtime.expert_parallel.experts", "Experts"),
+    "Experts": ("zlaunch.runtime.parallel.expert", "Experts"),
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
@@ -63,7 +63,7 @@ _LAZY = {
     "notebook": ("zlaunch.notebook", "notebook"),
     "report": ("zlaunch.runtime.report", "report"),
     "sequence": ("zlaunch.sequence", ""),
-    "tensor_parallel": ("zlaunch.runtime.tensor_parallel.plan", "tensor_parallel"),
+    "tensor_parallel": ("zlaunch.runtime.parallel.plans", "tensor_parallel"),
     "zero": ("zlaunch.zero", ""),
 }
 
@@ -152,10 +152,10 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import PeerLost as PeerLost
     from zlaunch.runtime.errors import RankMismatchError as RankMismatchError
     from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
-    from zlaunch.runtime.expert_parallel.experts import Experts as Experts
+    from zlaunch.runtime.parallel.expert import Experts
+    from zlaunch.runtime.parallel.plans import tensor_parallel
     from zlaunch.runtime.preemption import resume_dir as resume_dir
     from zlaunch.runtime.report import report as report
-    from zlaunch.runtime.tensor_parallel.plan import tensor_parallel as tensor_parallel
 
 
 def __getattr__(name: str) -> Any:

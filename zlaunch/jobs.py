@@ -205,11 +205,11 @@ class FunctionJob:
         return found is not None and found.state == "running" and not self.done()
 
     def _found(self) -> FoundRun | None:
-        from zlaunch.queue.ending import settle
-        from zlaunch.supervisor import run_record
+        from zlaunch.queue.daemon import settle
+        from zlaunch.supervisor import run_folder
         from zlaunch.supervisor.found_runs import FoundRun
 
-        known = run_record.read(self.folder)
+        known = run_folder.read(self.folder)
         return None if known is None else settle(FoundRun(self.name, self.folder, known))
 
     def _has_left_slurm(self) -> bool:
@@ -306,7 +306,7 @@ class FunctionJob:
 
     def logs(self, rank: int = 0) -> str:
         """Return what a rank has printed so far."""
-        from zlaunch.supervisor.rank_logs import log_path
+        from zlaunch.supervisor.run_files import log_path
 
         path = log_path(self.folder, rank)
         return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
@@ -331,9 +331,8 @@ class FunctionJob:
         return True
 
     def _cancelled_in_queue(self) -> bool:
-        from zlaunch.queue.ending import cancel_job
+        from zlaunch.queue.daemon import cancel_job, ensure_daemon, queue_folder
         from zlaunch.queue.store import Store
-        from zlaunch.queue.wake import ensure_daemon, queue_folder
 
         folder = queue_folder()
         store = Store(folder)

@@ -4,10 +4,10 @@ They are torch optimizers: give :func:`zlaunch.initialize` one of them, or name 
 an engine ``step()`` works on whole parameters.
 """
 
-from zlaunch.runtime.collective_step.lamb import Lamb
-from zlaunch.runtime.collective_step.muon import Muon
-from zlaunch.runtime.one_bit.optimizers import OneBitAdam, OneBitLamb, ZeroOneAdam
-from zlaunch.runtime.registry.lion import Lion
-from zlaunch.runtime.registry.uncorrected_adam import UncorrectedAdam
+from zlaunch.runtime.optim.lamb import Lamb
+from zlaunch.runtime.optim.lion import Lion
+from zlaunch.runtime.optim.muon import Muon
+from zlaunch.runtime.optim.one_bit import OneBitAdam, OneBitLamb, ZeroOneAdam
+from zlaunch.runtime.optim.uncorrected_adam import UncorrectedAdam
 
 __all__ = ["Lamb", "Lion", "Muon", "OneBitAdam", "OneBitLamb", "UncorrectedAdam", "ZeroOneAdam"]

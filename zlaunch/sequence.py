@@ -5,6 +5,6 @@ the model's inputs with :func:`split`, and call :func:`attention` instead of tor
 scaled_dot_product_attention. All other layers compute each token independently.
 """
 
-from zlaunch.runtime.sequence_parallel.attention import attention, mean, split, total
+from zlaunch.runtime.parallel.attention import attention, mean, split, total
 
 __all__ = ["attention", "mean", "split", "total"]

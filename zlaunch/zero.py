@@ -1,6 +1,5 @@
 """``zlaunch.zero``: building models sharded, and reaching into sharded ones."""
 
-from zlaunch.runtime.construction.gathered import GatheredParameters
-from zlaunch.runtime.construction.init import Init
+from zlaunch.runtime.script.construct import GatheredParameters, Init
 
 __all__ = ["GatheredParameters", "Init"]

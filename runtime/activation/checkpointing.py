@@ -24,15 +24,14 @@ from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from ..comm.collectives import Comm
 from ..comm.process_group import open_comms, running_comm
 from ..config import load
-from ..config.other_sections import ActivationCheckpointing
+from ..config.schema import ActivationCheckpointing
 from ..environment import read_environment
 from ..log import warn
-from ..model_plans import causal_model
-from ..zero.unit_policy import find_modules
+from ..models import causal_model
+from ..zero.policy import find_modules
 from . import offload
 from .offload import ActivationPlacement, Segment, group_getter
-from .tiled_loss import LossParts, tile_loss
-from .tiles import tile_mlps
+from .tiles import LossParts, tile_loss, tile_mlps
 from .tiles import tiled as tiled
 from .tiles import tiled_cross_entropy as tiled_cross_entropy
 

@@ -6,8 +6,10 @@ Long Sequence Training, arXiv 2506.13996, 3.3).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ParameterError
-from ..log import detail
+from ..log import detail, warn
+
+# -- tiles ------------------------------------------------------------------------------------------
+
 
 _NAMES = ("mlp", "feed_forward", "ffn")
 IGNORED = -100
@@ -119,3 +124,163 @@ def _linears(module: nn.Module) -> list[Any]:
 def _is_linear(module: nn.Module) -> bool:
     kinds = {type(each).__name__ for each in _linears(module)}
     return bool(kinds) and kinds <= {"Linear", "Conv1D"}
+
+
+# -- tiled loss -------------------------------------------------------------------------------------
+#
+# Computes a Hugging Face model's loss without the logits of whole sequences.
+
+
+_TILE_NUMEL = 1 << 26
+_KEY = "activation_checkpointing.tiled_loss"
+
+
+@dataclass
+class LossParts:
+    """Says how ranks that share sequences add up a loss."""
+
+    part: Callable[[Tensor], Tensor]
+    """Returns this rank's part of the labels of whole sequences."""
+    add_up: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Returns the sum of the losses and their number, over all parts."""
+
+
+@dataclass(eq=False)
+class LogitsLater:
+    """Stands for the logits of a training pass, which are never put together; holds the loss instead."""
+
+    total: Tensor
+    """The sum of the losses."""
+    count: Tensor
+    """The number of labels that count."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ParameterError(f"{_KEY}: the model changes its logits before the loss: set tiled_loss to false")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = __neg__ = _refuse
+
+
+class TiledLoss:
+    """Holds a pass's labels for the head, and gives the loss that the head has computed from them."""
+
+    def __init__(self, whole: Callable[..., Tensor], parts: LossParts | None) -> None:
+        """``whole`` computes the loss of logits, where there are some."""
+        self.whole, self.parts = whole, parts
+        self.labels: Tensor | None = None
+        self._calls = 0
+
+    @property
+    def calls(self) -> int:
+        """Count the losses that were computed."""
+        return self._calls + getattr(self.whole, "calls", 0)
+
+    def __call__(self, logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the mean loss, or the sum divided by ``num_items_in_batch``."""
+        if not isinstance(logits, LogitsLater):
+            return self.whole(logits, labels, vocab_size, *args, **kwargs)
+        self._calls += 1
+        total, count = logits.total, logits.count
+        if self.parts is not None:
+            total, count = self.parts.add_up(total, count)
+        items = args[0] if args else kwargs.get("num_items_in_batch")
+        if isinstance(items, Tensor):
+            items = items.to(total.device)
+        mean: Tensor = total / (count if items is None else items)
+        return mean
+
+
+class TiledHead:
+    """Replaces the head's forward: computes the losses of a pass's labels instead of logits."""
+
+    def __init__(self, module: Any, loss: TiledLoss, tile_tokens: int) -> None:
+        self.module, self.loss, self.tile_tokens = module, loss, tile_tokens
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, hidden: Tensor) -> Any:
+        labels = self.loss.labels
+        if labels is None:
+            return self._logits(hidden)
+        if labels.shape != hidden.shape[:-1]:
+            shapes = f"{list(labels.shape)} labels for {list(hidden.shape)} hidden states"
+            raise ParameterError(f"{_KEY}: {shapes}")
+        total = tiled_cross_entropy(self._logits, hidden, labels, self.tile_tokens)
+        return LogitsLater(total, (labels != IGNORED).sum().to(hidden.device))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.inner is not None:
+            found: Tensor = self.inner(hidden)
+            return found
+        logits: Tensor = type(self.module).forward(self.module, hidden)
+        return logits
+
+
+class LabelledForward:
+    """Replaces a model's forward: hands the labels of a training pass to the head."""
+
+    def __init__(self, module: Any, loss: TiledLoss) -> None:
+        self.module, self.loss = module, loss
+        self.inner = module.__dict__.get("forward")
+        self._has_told = False
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        for name, parameter in self.__signature__.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        labels = given.get("labels")
+        if labels is None or not self.module.training:
+            if labels is None and self.module.training and torch.is_grad_enabled() and not self._has_told:
+                self._has_told = True
+                warn(
+                    f"{_KEY} has no effect without labels: the model computes all logits. Pass labels, or "
+                    "compute the loss with zlaunch.checkpointing.tiled_cross_entropy"
+                )
+            return self._inner(*args, **kwargs)
+        keep = given.get("logits_to_keep", 0)
+        if not isinstance(keep, int) or keep:
+            raise ParameterError(f"{_KEY}: tiled loss does not support training with logits_to_keep")
+        shifted = given.get("shift_labels")
+        if shifted is None:
+            shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        self.loss.labels = shifted if self.loss.parts is None else self.loss.parts.part(shifted)
+        try:
+            output = self._inner(*args, **kwargs)
+        finally:
+            self.loss.labels = None
+        if isinstance(output, tuple):
+            return tuple(each for each in output if not isinstance(each, LogitsLater))
+        if isinstance(getattr(output, "logits", None), LogitsLater):
+            output.logits = None
+        return output
+
+    def _inner(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def tile_loss(model: nn.Module | None, parts: LossParts | None, tile_tokens: int | str) -> None:
+    """Compute the loss of a Hugging Face causal language model in tiles of tokens while it trains; "auto":
+    as many as make 67 million logits. Its output has no logits then.
+
+    Raises ParameterError for other models.
+    """
+    find_head: Any = getattr(model, "get_output_embeddings", None)
+    head: Any = None if find_head is None else find_head()
+    if head is None or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+        raise ParameterError(
+            f"{_KEY} needs a Hugging Face model with the loss ForCausalLM; in another model call "
+            "zlaunch.checkpointing.tiled_cross_entropy"
+        )
+    owner: Any = model
+    size = max(1, _TILE_NUMEL // head.weight.shape[0]) if tile_tokens == "auto" else int(tile_tokens)
+    loss = TiledLoss(owner.loss_function, parts)
+    owner.loss_function = loss
+    head.forward = TiledHead(head, loss, size)
+    owner.forward = LabelledForward(owner, loss)

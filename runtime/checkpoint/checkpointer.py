@@ -14,27 +14,33 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from ..config import Effective
-from ..config.monitors import without_secrets
-from ..config.other_sections import CheckpointSection
+from ..config.schema import CheckpointSection, without_secrets
 from ..data import EngineLoader
 from ..environment import read_environment
 from ..log import counted, say, warn
-from ..optim.sharded_optimizer import ShardedOptimizer
-from ..precision.loss_scaler import DeviceLossScaler, LossScaler
+from ..optim.step import ShardedOptimizer
+from ..precision import DeviceLossScaler, LossScaler
 from ..preemption import REQUEUE_EXIT_CODE
 from ..report import announce
 from ..zero.hooks import ShardedModel
-from . import rng_state
-from .all_or_none import all_or_none
-from .background_save import BackgroundSave
+from . import agree
+from .agree import all_or_none
 from .format.commit import SaveTarget, absolute
 from .format.jsonable import encode
 from .format.manifest import WHOLE, Checkpoint
 from .format.tensor_file import CheckpointError
-from .load import OF_SCHEDULES, groups_of
-from .restore import check_fits, come_to_rest, decoded, restore_shards
-from .save import Save, Source, rank_file
-from .selection import choose_target, open_chosen, with_advice
+from .load import (
+    OF_SCHEDULES,
+    check_fits,
+    choose_target,
+    come_to_rest,
+    decoded,
+    groups_of,
+    open_chosen,
+    restore_shards,
+    with_advice,
+)
+from .save import BackgroundSave, Save, Source, rank_file
 
 if TYPE_CHECKING:
     from ..offload.transfer import HostLink
@@ -244,7 +250,7 @@ class Checkpointer:
         own = encode(client_state or {}, rank_tensors, "client_state")
         if options.is_asynchronous:  # the caller may change them while they are written
             rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
-        random = encode(rng_state.capture(self._comm.device), rank_tensors, "random")
+        random = encode(agree.capture(self._comm.device), rank_tensors, "random")
         source = Source(
             sharded=self._sharded,
             slices=step.slices if step is not None else [],
@@ -455,7 +461,7 @@ class Checkpointer:
         if facts["data"] is not None and run.training_dataloader is not None:
             run.training_dataloader.load_state_dict(facts["data"])
         if facts["random"] is not None:
-            rng_state.restore(facts["random"], self._comm.device)
+            agree.restore(facts["random"], self._comm.device)
 
 
 def _warn_of_another_task(checkpoint: Checkpoint) -> None:

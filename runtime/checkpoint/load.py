@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..cut import cut_of, whole_shape
+from ..comm.collectives import Comm
+from ..comm.cut import cut_of, whole_shape
+from ..comm.nodes import forget_errors
+from ..errors import RankMismatchError
+from ..log import warn
 from ..optim.slices import ShardSlice
+from ..optim.step import ShardedOptimizer
 from ..zero.hooks import ShardedModel
+from ..zero.placeholder import UnitState
 from ..zero.unit import Unit
-from .format.manifest import VALUE, WHOLE, Checkpoint
+from .agree import all_or_none
+from .format.commit import check_tag, new_owner
+from .format.jsonable import decode
+from .format.manifest import VALUE, WHOLE, Checkpoint, advice, candidates, find, verified
 from .format.tensor_file import CheckpointError
 from .shard_io import Described, Description, Fill, persistent, take_state, take_values
+
+# -- load -------------------------------------------------------------------------------------------
+
 
 _SHOWN = 5
 _ALIKE = ({"Adam", "AdamW"},)
@@ -200,3 +213,229 @@ def restore_groups(
                 group[key].fill_(value)
             else:
                 group[key] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# -- selection --------------------------------------------------------------------------------------
+#
+# Chooses, equally on all ranks, the folder and tag of a save and the checkpoint of a load.
+
+
+T = TypeVar("T")
+
+
+def choose_target(
+    comm: Comm, folder: Path, tag: str, *, node_local: bool, validation: str
+) -> tuple[str, str]:
+    """Check that all ranks save to one folder; return rank 0's save id and tag.
+
+    Of tags that differ, the ``validation`` "Warn" and "Ignore" take rank 0's; "Fail" is an error. Raises
+    CheckpointError on every rank.
+    """
+    places = comm.exchange((str(folder), tag, new_owner()))
+    for rank, (other, _, _) in enumerate(places):
+        if other != places[0][0] and not node_local:
+            raise CheckpointError(
+                f"rank {rank} saves to {other}, but rank 0 to {places[0][0]}: pass the same shared folder on "
+                'every rank, or set "use_node_local_storage"'
+            )
+    _check_tags([str(given) for _, given, _ in places], validation, is_first=comm.rank == 0)
+    tag = places[0][1]
+    check_tag(tag)
+    return str(places[0][2]), tag
+
+
+def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None:
+    others = [rank for rank, tag in enumerate(tags) if tag != tags[0]]
+    if not others or validation == "Ignore":
+        return
+    said = ", ".join(f"rank {rank} passes tag {tags[rank]!r}" for rank in [0, *others[:3]])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    text = f"save_checkpoint: {said}{more}: pass the same tag on every rank"
+    if validation == "Fail":
+        raise CheckpointError(f'{text} (checkpoint.tag_validation is "Fail")')
+    if is_first:
+        warn(f"{text}; saving under rank 0's tag {tags[0]!r}")
+
+
+def open_chosen(
+    comm: Comm, folder: Path, tag: str | None, *, node_local: bool, missing_ok: bool
+) -> Checkpoint | None:
+    """Open one checkpoint on every rank: the named one, for "auto" the newest whole one, for None what
+    ``latest`` names. Returns None if there is none. Collective. Raises RankMismatchError, and CheckpointError
+    also for a folder that does not exist, unless ``missing_ok``.
+    """
+    tags = comm.exchange(tag)
+    if any(other != tags[0] for other in tags):
+        rank = next(rank for rank, other in enumerate(tags) if other != tags[0])
+        raise RankMismatchError(
+            f"load_checkpoint: rank {rank} passes tag {tags[rank]!r}, but rank 0 {tags[0]!r}: pass the same "
+            "tag on every rank"
+        )
+    leads = comm.rank == 0
+    is_there = all_or_none(
+        comm.exchange, comm.rank, lambda: not leads or _check_exists(folder, missing_ok=missing_ok)
+    )[0]
+    if not is_there:
+        return None
+    if tag == "auto":
+        found = _newest_whole(comm, folder, node_local=node_local)
+    else:
+        found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if leads else None)[0]
+    if found is None:
+        return None
+    path = folder if found == folder else folder / found.name
+    opened: Checkpoint = all_or_none(
+        comm.exchange, comm.rank, lambda: with_advice(path, lambda: Checkpoint(path)), own=True
+    )
+    saves = comm.exchange(opened.manifest.get("save_id"))
+    if any(save != saves[0] for save in saves):
+        other = next(rank for rank, save in enumerate(saves) if save != saves[0])
+        raise CheckpointError(
+            f"{path}: rank {other} and rank 0 have files of different saves under this tag: load another "
+            'tag, or tag="auto"'
+        )
+    return opened
+
+
+def _check_exists(folder: Path, *, missing_ok: bool) -> bool:
+    """Tell whether the folder exists. Raises CheckpointError if it does not, unless ``missing_ok``."""
+    if not folder.exists() and not missing_ok:
+        raise CheckpointError(
+            f"{folder}: no such folder: correct the path. To start without a checkpoint, use "
+            "load_checkpoint(zlaunch.resume_dir(folder)) or missing_ok=True"
+        )
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder}: is a file, expected the folder passed to save_checkpoint: pass that folder, and the "
+            "name of a checkpoint in it as tag"
+        )
+    return folder.exists()
+
+
+def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
+    """Find the newest checkpoint that is whole wherever it is. Collective."""
+    names = all_or_none(comm.exchange, comm.rank, lambda: [path.name for path in candidates(folder)])[0]
+    first = ""
+    for name in names:
+
+        def verify(path: Path = folder / name) -> object:
+            if comm.rank and not node_local:
+                return None
+            return verified(path)[0].get("save_id")
+
+        try:
+            saves = all_or_none(comm.exchange, comm.rank, verify)
+        except CheckpointError as error:
+            first = first or str(error)
+            if comm.rank == 0:
+                warn(str(error))
+            continue
+        if not node_local or all(save == saves[0] for save in saves):
+            return folder / str(name)
+    if names:
+        raise CheckpointError(f"{folder}: none of its {len(names)} checkpoints is complete: {first}")
+    return None
+
+
+def with_advice(path: Path, action: Callable[[], T]) -> T:
+    """Call ``action``; add to its CheckpointError what could be loaded instead of the one at ``path``."""
+    try:
+        return action()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{advice(path.parent, but=path.name)}") from None
+
+
+# -- restore ----------------------------------------------------------------------------------------
+#
+# Loads a checkpoint's values and optimizer state into an engine's shards.
+
+
+def check_fits(
+    checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedOptimizer | None, *, strict: bool
+) -> None:
+    """Raise CheckpointError, on every rank, if a checkpoint is not of this model and optimizer; warn of
+    optimizer state that is not taken, because its parameters are frozen now. Collective.
+    """
+
+    def check() -> None:
+        check_model(checkpoint, sharded, strict=strict)
+        if step is not None:
+            check_optimizer(checkpoint, step.optimizer, sharded.units)
+
+    all_or_none(sharded.comm.exchange, sharded.comm.rank, check)
+    saved_by = (checkpoint.manifest["optimizer"] or {}).get("class")
+    if step is not None and sharded.comm.rank == 0 and saved_by not in (None, type(step.optimizer).__name__):
+        warn(
+            f"{checkpoint.folder} was saved with {saved_by}: {type(step.optimizer).__name__} continues with "
+            "its moments, but applies weight decay differently"
+        )
+    if step is None or checkpoint.manifest["optimizer"] is None or sharded.comm.rank != 0:
+        return
+    saved = [
+        name
+        for unit in sharded.units
+        for name in unit.names
+        if not unit.trainable
+        and checkpoint.parameters.get(source_name(checkpoint, name), {}).get("state", {}).get("tensors")
+    ]
+    if saved:
+        names = ", ".join(saved[:3]) + (" ..." if len(saved) > 3 else "")
+        warn(
+            f"{checkpoint.folder}: optimizer state of {len(saved)} frozen parameters is not loaded "
+            f"({names}): unfreeze them before load_checkpoint"
+        )
+
+
+def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
+    """Return when no step, gather or gradient is under way. Collective."""
+    if step is not None:
+        step.wait()
+    for unit in sharded.units:
+        if not unit.shard_params:
+            unit.wait_unsharded()
+    sharded.reshard_all()
+    assert all(unit.state is UnitState.UNSHARDED or unit.shard_params for unit in sharded.units)
+    sharded.reducer.clear()
+    sharded.comm.drain()
+    sharded.comm.barrier()
+
+
+def restore_shards(
+    checkpoint: Checkpoint,
+    sharded: ShardedModel,
+    step: ShardedOptimizer | None,
+    *,
+    keep: Sequence[str] = (),
+) -> None:
+    """Load the values and, with a ``step``, the optimizer's state, without the entries of parameter groups to
+    ``keep``. Collective. Raises CheckpointError on every rank; then some values are new and some are old.
+    """
+    comm, units = sharded.comm, sharded.units
+
+    def read() -> None:
+        saved = checkpoint.manifest["optimizer"]
+        if step is None or saved is None:
+            load_units(checkpoint, units)
+        else:
+            step.take_hyperparameters()
+            slices = step.split(described(checkpoint))
+            load_units(checkpoint, units, step.optimizer, slices)
+            restore_groups(step.optimizer, decoded(checkpoint, WHOLE, saved["groups"]), keep)
+            step.show_hyperparameters()
+        load_persistent(checkpoint, sharded)
+
+    all_or_none(comm.exchange, comm.rank, lambda: with_advice(checkpoint.folder, read))
+    stay = [unit for unit in units if unit.trainable and not unit.shard_params]
+    for unit in stay:
+        unit.refresh()
+    comm.drain()
+    for unit in stay:
+        unit.wait_unsharded()
+    for unit in units:
+        unit.changed()
+    forget_errors(comm.link)
+
+
+def decoded(checkpoint: Checkpoint, file: str, value: Any) -> Any:
+    """Decode an entry of the manifest with its tensors, which are in ``file``. Raises CheckpointError."""
+    return decode(value, lambda name: checkpoint.file(file).read_whole(name))

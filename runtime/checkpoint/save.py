@@ -2,35 +2,143 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
+import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from ...cuda_ops.pinned import PAGE_BYTES
 from ..comm.collectives import Comm
-from ..comm.pending import Exchange
-from ..cut import cut_of, whole_shape
+from ..comm.cut import cut_of, whole_shape
+from ..comm.pending import DONE, Exchange, Pending
+from ..log import fail, warn
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
 from ..zero.layout import ALIGN_NUMEL
 from ..zero.unit import Unit
-from .all_or_none import all_or_none
+from .agree import HostChannel, all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest
+from .format.files import FileWriter
 from .format.manifest import WHOLE
 from .format.tensor_file import NAMES, CheckpointError
-from .format.writer import FileWriter
 from .shard_io import Described, Description, ShardBlock, blocks_of, describe, persistent
-from .snapshot import Snapshot
+
+# -- snapshot ---------------------------------------------------------------------------------------
+#
+# Copies to host memory what a save still has to write, so that training can go on.
+
+
+_SEGMENT_BYTES = 256 << 20
+
+
+class Snapshot:
+    """Holds flat tensors by name. The memory, page-locked where there is a GPU, is kept for the next
+    snapshot.
+
+    Tensors on a GPU are copied on a separate stream: the host waits for it only in :meth:`arrived`.
+    """
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._segments: list[Tensor] = []
+        self._current, self._filled = 0, 0
+        self._segment_bytes = _SEGMENT_BYTES
+        self._tensors: dict[str, dict[str, list[Tensor]]] = {}
+        self._last: Pending = DONE
+        """The copy that was started last; copies end in their order."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of memory that the snapshot holds."""
+        return sum(segment.numel() for segment in self._segments)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the memory for so many bytes beforehand; the system makes new memory much slower than it
+        copies.
+        """
+        self.begin(nbytes)
+        while self.held_bytes < nbytes + PAGE_BYTES:
+            self._add_segment()
+            self._segments[-1].zero_()
+
+    def begin(self, nbytes: int) -> None:
+        """Forget the former content and use its memory again. About ``nbytes`` will come."""
+        self._segment_bytes = min(_SEGMENT_BYTES, nbytes + PAGE_BYTES)
+        self._tensors.clear()
+        self._current = self._filled = 0
+
+    def take(self, prefix: str, pieces: Mapping[str, Sequence[Tensor]]) -> None:
+        """Start to copy tensors, each given as consecutive pieces on any device."""
+        self._tensors[prefix] = {
+            kind: [copy for part in parts for copy in self._copy(part.detach())]
+            for kind, parts in pieces.items()
+        }
+
+    def _copy(self, part: Tensor) -> list[Tensor]:
+        copies = []
+        at = 0
+        while at < part.numel():
+            room = self._room()
+            count = min(part.numel() - at, room.numel() // part.dtype.itemsize)
+            copy = room[: count * part.dtype.itemsize].view(part.dtype)
+            source = part[at : at + count]
+            if source.is_cuda:
+                self._last = self._link.download(source, copy)
+            else:
+                copy.copy_(source)
+            copies.append(copy)
+            self._filled += -(-count * part.dtype.itemsize // 64) * 64
+            at += count
+        return copies
+
+    def _room(self) -> Tensor:
+        """Return what is left of the present segment."""
+        if self._segments and self._filled + PAGE_BYTES > self._segments[self._current].numel():
+            self._current, self._filled = self._current + 1, 0
+        if self._current == len(self._segments):
+            self._add_segment()
+        return self._segments[self._current][self._filled :]
+
+    def _add_segment(self) -> None:
+        self._segments.append(self._link.pool.take(self._segment_bytes))
+
+    def arrived(self) -> None:
+        """Return when everything has been copied."""
+        self._last.wait()
+        self._last = DONE
+
+    @contextmanager
+    def open(self, prefix: str) -> Iterator[Mapping[str, Sequence[Tensor]]]:
+        """Give what was taken under this name, once it has arrived."""
+        self.arrived()
+        yield self._tensors[prefix]
+
+    def close(self) -> None:
+        """Give the memory back, once all copies have arrived."""
+        self.arrived()
+        self._tensors.clear()
+        for segment in self._segments:
+            self._link.pool.drop(segment)
+        self._segments.clear()
+
+
+# -- save -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,3 +444,135 @@ def _entries(source: Source, target: SaveTarget, parts: Sequence[Mapping[str, An
         "excluded": [name for unit in left_out for name in unit.names if name not in merged],
         "tied": _tied(source.sharded),
     }
+
+
+# -- background save --------------------------------------------------------------------------------
+#
+# Writes a save in a thread, from a snapshot, while training goes on.
+
+
+_all: WeakSet[BackgroundSave] = WeakSet()
+
+
+@atexit.register
+def _fail_if_unsaved() -> None:
+    """End the process with code 1 if a save has failed and the script has not been told."""
+    for saves in list(_all):
+        if saves.has_unreported_failure:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+class BackgroundSave:
+    """Writes one save at a time; keeps the memory of its snapshot for the next."""
+
+    def __init__(self, comm: Comm, link: HostLink, *, is_needed: bool = True) -> None:
+        """Write by ``comm`` and ``link``. Where saves are not needed, a failure is a warning, said once until
+        one ends well.
+        """
+        self._comm, self._link, self._is_needed, self._has_warned = comm, link, is_needed, False
+        self._snapshot: Snapshot | None = None
+        self._reserving: threading.Thread | None = None
+        self._writing: HostChannel | None = None
+        self._polling: HostChannel | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        _all.add(self)
+
+    @property
+    def has_unreported_failure(self) -> bool:
+        """Tell whether a save has failed and no call has raised its error."""
+        return self._thread is not None and self._error is not None
+
+    def reserve(self, measure: Callable[[], int]) -> None:
+        """Take the memory for snapshots once, beside training; ``measure`` returns its bytes."""
+        if self._snapshot is not None:
+            return
+        self._snapshot = snapshot = Snapshot(self._link)
+        try:
+            nbytes = measure()
+        except CheckpointError:
+            return  # a save will say so
+
+        def take() -> None:
+            self._use_device()
+            with suppress(OSError, MemoryError):  # then the save itself will say so
+                snapshot.reserve(nbytes)
+
+        self._reserving = threading.Thread(target=take, name="zlaunch-snapshot", daemon=True)
+        self._reserving.start()
+
+    def start(self, save: Save, then: Callable[[Path], None]) -> None:
+        """Copy what is to be saved and begin to write it; call ``then`` with the checkpoint's path when it is
+        there. Collective. Raises CheckpointError on every rank.
+        """
+        self._snapshot = self._snapshot or Snapshot(self._link)
+        if self._reserving is not None:
+            self._reserving.join()
+        if self._writing is None:
+            self._writing, self._polling = HostChannel(self._comm), HostChannel(self._comm)
+        try:
+            save.begin(self._snapshot)
+        except CheckpointError as error:
+            if self._is_needed:
+                raise
+            self._warn(error)
+            return
+        self._thread = threading.Thread(
+            target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
+        )
+        self._thread.start()
+
+    def _use_device(self) -> None:
+        """Choose this rank's GPU in the calling thread."""
+        if self._comm.device.type == "cuda":
+            torch.cuda.set_device(self._comm.device)
+
+    def _finish(self, save: Save, channel: HostChannel, then: Callable[[Path], None]) -> None:
+        try:
+            self._use_device()
+            then(save.finish(channel.exchange))
+            self._has_warned = False
+        except BaseException as error:
+            if not self._is_needed and isinstance(error, CheckpointError):
+                self._warn(error)
+                return
+            self._error = error
+            if self._comm.rank == 0:
+                fail(f"the checkpoint was not saved: {error}")
+
+    def _warn(self, error: CheckpointError) -> None:
+        if self._comm.rank == 0 and not self._has_warned:
+            warn(f"in-memory snapshot failed, training continues: {error}")
+        self._has_warned = True
+
+    def poll(self) -> None:
+        """Raise, on all ranks in one step, what the save failed with. Collective while there is one."""
+        if self._thread is None or self._polling is None:
+            return
+        running, failed = self._polling.any(self._thread.is_alive(), self._error is not None)
+        if failed or not running:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the save has ended. Raises what it failed with."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and give the memory for snapshots back. Raises as :meth:`wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._reserving is not None:
+                self._reserving.join()
+            if self._snapshot is not None:
+                self._snapshot.close()
+                self._snapshot = None
+            self._link.close()

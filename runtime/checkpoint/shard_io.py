@@ -16,9 +16,9 @@ from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, is_elementwise
 from ..zero.hooks import ShardedModel
 from ..zero.layout import Range
+from ..zero.policy import is_shardable
 from ..zero.store import Access, open_all, open_tiles
 from ..zero.unit import Unit
-from ..zero.unit_policy import is_shardable
 from .format.manifest import VALUE
 from .format.tensor_file import DTYPES, NAMES, CheckpointError
 

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .peer_memory import PeerMemory
-from .pending import DONE, Noted, Pending, Work, sum_pieces
-from .waits import Key
+from .pending import DONE, Key, Noted, Pending, Work, sum_pieces
+from .shared_memory import PeerMemory
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

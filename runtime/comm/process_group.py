@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..environment import read_environment
-from .waits import waits
+from .pending import waits
 
 _CPU = torch.device("cpu")
 _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()

@@ -3,7 +3,7 @@
 The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands at the top in ``schema``.
 """
 
-from ..rank_mesh import MeshShape
+from ..mesh import MeshShape
 from .load import ConfigError, ConfigFileError, Loaded, load
 from .parallel import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .resolve import Effective, check_batch, find_mesh, open_lines, open_values, refuse_open, resolve

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .field_types import real
+from .fields import real
 from .forms import as_switch, forms, read_stage
 from .other_names import read_optimizer, read_scheduler
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .field_types import real
+from .fields import real
 from .other_names import STEPS, read_optimizer, read_scheduler
 
 _BARE = {

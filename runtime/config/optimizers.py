@@ -6,19 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .field_types import (
-    Betas,
-    Bool,
-    Count,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-    Size,
-    always,
-    ok,
-)
-from .field_types import Integer as LastIteration
+from .fields import Betas, Bool, Count, NonNegative, Number, Positive, Section, Size, always, ok
+from .fields import Integer as LastIteration
 from .unsupported import with_missing
 
 

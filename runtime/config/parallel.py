@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from ..rank_mesh import MeshShape
-from .field_types import AutoInt, Bool, Count, Section, Whole, ok
+from ..mesh import MeshShape
+from .fields import AutoInt, Bool, Count, Section, Whole, ok
 from .unsupported import with_missing
 from .zero import ShardGroupSize
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from .field_types import MAX, Section
-from .known_keys import extra, join, section_of
+from .check import extra, join, section_of
+from .fields import MAX, Section
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, AdamParams
 from .schema import Config
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..rank_mesh import MeshShape
+from ..mesh import MeshShape
 from ..world_sizes import FirstBatch, find_first_batch
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
 from .load import ConfigError, Loaded
-from .monitors import TRACKERS, without_secrets
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
 from .parallel import mesh_shape
-from .schema import Config
+from .schema import TRACKERS, Config, without_secrets
 
 
 @dataclass(frozen=True)

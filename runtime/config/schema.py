@@ -2,37 +2,360 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from .field_types import (
+from pydantic import BeforeValidator, WithJsonSchema
+
+from .fields import (
+    AutoInt,
     Bool,
+    Bucket,
     Count,
     Dtype,
+    Integer,
     LogLevel,
+    LowDtype,
     NonNegative,
     Positive,
+    Power,
     Section,
     Steps,
     always,
     ok,
+    real,
     section,
 )
-from .monitors import Comet, FileMonitor, WandB
 from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
-from .other_sections import (
-    AIO,
-    AMP,
-    BF16,
-    FP16,
-    ActivationCheckpointing,
-    CheckpointSection,
-    DataTypes,
-    TorchAutocast,
-)
 from .parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
-from .profilers import CommsLoggerSection, FlopsProfilerSection
 from .unsupported import with_missing
 from .zero import Zero
+
+# -- other sections ---------------------------------------------------------------------------------
+#
+# The smaller config sections: precision, disk, activations, checkpoints.
+
+
+@with_missing("fp16")
+class FP16(Section):
+    """Half precision with loss scaling."""
+
+    enabled: Bool = ok(False)
+    """Train in fp16."""
+    auto_cast: Bool = ok(False)
+    """Cast floating-point inputs to fp16."""
+    loss_scale: NonNegative = ok(0.0)
+    """Fixed loss scale; 0 is dynamic."""
+    initial_scale_power: Power = ok(16)
+    """Initial dynamic loss scale, as a power of 2."""
+    loss_scale_window: Count = ok(1000)
+    """Steps without overflow before the scale doubles."""
+    hysteresis: Count = ok(2)
+    """Overflows before the scale halves."""
+    consecutive_hysteresis: Bool = ok(False)
+    """Reset the hysteresis after every step without overflow."""
+    min_loss_scale: Positive = ok(1.0)
+    """Minimum dynamic loss scale."""
+
+
+@with_missing("bf16")
+class BF16(Section):
+    """bfloat16 without loss scaling."""
+
+    enabled: Bool = ok(False)
+    """Train in bf16."""
+    immediate_grad_update: Bool = always(False, "zlaunch accumulates them immediately", holds=True)
+    """Add gradients to the fp32 buffer as soon as they are produced."""
+    check_grad_overflow: Bool = ok(True, "check_overflow")
+    """Skip a step whose gradients are not finite."""
+    master_weights: Literal["fp32", "stochastic"] = ok("fp32")
+    """Master weights of the optimizer: "fp32", or "stochastic": none, the optimizer updates the bf16 weights
+    with stochastic rounding (zlaunch's own key)."""
+
+
+class TorchAutocast(Section):
+    """fp32 training under torch.autocast."""
+
+    enabled: Bool = ok(False)
+    """Run the engine's forward pass under torch.autocast. Excludes fp16, bf16 and amp."""
+    dtype: LowDtype = ok("bf16")
+    """Compute type of operations such as matrix products: bfloat16 or float16. Parameters, gradients and
+    collectives stay fp32. float16 scales the loss like torch.amp.GradScaler: 65536 at first, doubled after
+    2000 steps without overflow, halved at each overflow. The section fp16 has no effect on it."""
+    lower_precision_safe_modules: list[str] | None = ok(None)
+    """Classes whose parameters and gradients DeepSpeed sends in dtype. No effect in zlaunch: collectives are
+    in fp32. communication_data_type sets the type of gradients."""
+
+
+def _amp_scale(value: Any) -> float | str | None:
+    if value is None or value == "dynamic":
+        return value  # type: ignore[no-any-return]
+    number = real(value)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError('"dynamic" or a number above 0')
+    return float(number)
+
+
+AmpScale = Annotated[
+    Literal["dynamic"] | float | None,
+    BeforeValidator(_amp_scale),
+    WithJsonSchema(
+        {"anyOf": [{"const": "dynamic"}, {"type": "number", "exclusiveMinimum": 0}, {"type": "null"}]}
+    ),
+]
+
+
+@with_missing("amp")
+class AMP(Section):
+    """Arguments of NVIDIA's apex.amp.initialize, implemented with torch.autocast."""
+
+    gate: ClassVar[str] = "enabled"
+
+    enabled: Bool = ok(False)
+    """Train with opt_level, at any ZeRO stage. Excludes fp16, bf16 and torch_autocast."""
+    opt_level: Literal["O0", "O1", "O2", "O3"] = ok("O1")
+    """O0: plain fp32. O1: fp32 under torch.autocast to float16, with loss scaling. O2 and O3: errors."""
+    loss_scale: AmpScale = ok(None)
+    """"dynamic" or a fixed number; null is dynamic with O1, 1 with O0."""
+    min_loss_scale: Positive | None = ok(None)
+    """Minimum dynamic loss scale; null: 1."""
+
+
+class DataTypes(Section):
+    """Data types of gradients, parameters and buffers."""
+
+    grad_accum_dtype: Dtype | None = ok(None)
+    """Type in which gradients are accumulated over micro-batches: fp32 (also null) or the training dtype."""
+    param_dtype: Dtype | None = ok(None)
+    """Type of the parameters; must agree with fp16 and bf16."""
+    buffer_dtype: Dtype | None = ok(None)
+    """Type of all floating-point buffers. null keeps each buffer's type, except batch and instance norm's
+    running statistics and spectral norm's vectors, which get the type of the parameters."""
+    keep_in_fp32_modules: list[str] | None = ok(None)
+    """Patterns for names of buffers that stay fp32 under fp16 and bf16. They match anywhere in a name; * is
+    any text. null: the list of the transformers model; []: none."""
+
+
+@with_missing("aio")
+class AIO(Section):
+    """Asynchronous disk access for NVMe offload."""
+
+    block_size: Bucket = ok(1_048_576)
+    """Bytes in one request, a multiple of 4096."""
+    queue_depth: Count = ok(8)
+    """Concurrent requests, each in its own thread."""
+    intra_op_parallelism: Count = ok(1, "thread_count")
+    """Threads; zlaunch uses the larger of this and queue_depth."""
+    single_submit: Bool = always(False, "each thread submits its own request")
+    """Submit requests one by one."""
+    overlap_events: Bool = always(True, "waiting overlaps with submitting", holds=True)
+    """Overlap submitting with waiting."""
+
+
+@with_missing("activation_checkpointing")
+class ActivationCheckpointing(Section):
+    """Recompute activations in the backward pass instead of saving them."""
+
+    enabled: Bool = ok(False)
+    """Checkpoint every transformer block of the model (zlaunch's own key)."""
+    partition_activations: Bool = ok(False)
+    """Shard saved activations over the model-parallel ranks passed to zlaunch.checkpointing.configure."""
+    cpu_checkpointing: Bool = ok(False)
+    """Store saved activations in CPU memory: of blocks (enabled) and of zlaunch.checkpointing.checkpoint."""
+    number_checkpoints: Count | None = ok(None)
+    """With enabled: checkpoint only this many blocks, evenly spaced; the others save all activations."""
+    tiled_mlp: Bool = ok(False)
+    """Compute MLPs in tiles of tokens, and recompute them in the backward pass (zlaunch's own key)."""
+    tiled_loss: Bool = ok(False)
+    """Compute a Hugging Face model's loss in tiles of tokens, without the full logits. In training, the model
+    then returns no logits (zlaunch's own key)."""
+    tile_tokens: AutoInt = ok("auto")
+    """Tokens in one tile. "auto": for MLPs, the MLP's width; for the loss, 67 million logits (zlaunch's own
+    key)."""
+
+
+@with_missing("checkpoint.writer")
+class Writer(Section):
+    """How checkpoint files are written."""
+
+    decoupled: Bool = ok(False)
+    """Write in the background, like checkpoint.asynchronous."""
+
+
+def _capital(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+Validation = Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_capital)]
+
+
+class InMemorySection(Section):
+    """Snapshots in the memory of the nodes, from which a restart resumes."""
+
+    every: Count = ok(10)
+    """Optimizer steps between snapshots (zlaunch's own key)."""
+    copies: Count = ok(2)
+    """Copies of each rank's snapshot: 1 on its own node, 2 also on the next node (zlaunch's own key)."""
+
+
+@with_missing("checkpoint")
+class CheckpointSection(Section):
+    """Saving and loading."""
+
+    asynchronous: Bool = ok(False)
+    """Write checkpoints in the background from a copy in host memory (zlaunch's own key)."""
+    keep_last: Count | None = ok(None)
+    """Keep only the newest N tags of a numbered series, such as step100, step200 (zlaunch's own key)."""
+    on_signal: Bool = ok(False)
+    """Save and exit on SIGUSR1 or preemption (zlaunch's own key)."""
+    in_memory: InMemorySection | None = ok(None)
+    """Keep snapshots in memory, so that restarts read no disk; null: off (zlaunch's own key)."""
+    save_dir: str | None = ok(None)
+    """Folder for on_signal; null: the last one saved to or loaded from, else ./checkpoints (zlaunch's own
+    key)."""
+    use_node_local_storage: Bool = ok(False)
+    """Each node saves the files of its ranks on its local disk."""
+    tag_validation: Validation = ok("Warn")
+    """If ranks pass different tags: Fail raises an error; Warn and Ignore use rank 0's tag."""
+    checkpoint_serialization: Bool = always(True, "zlaunch pickles nothing")
+    """Use torch's pickle format."""
+    writer: Writer | None = ok(None)
+    """The checkpoint writer; decoupled means asynchronous."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Tell whether checkpoints are written in the background, under either key."""
+        return self.asynchronous or (self.writer is not None and self.writer.decoupled)
+
+
+# -- monitors ---------------------------------------------------------------------------------------
+#
+# The config sections that switch trackers on.
+
+
+class FileMonitor(Section):
+    """Metrics as TensorBoard or CSV files."""
+
+    enabled: Bool = ok(False)
+    """Write the metrics of every step."""
+    output_path: str = ok("")
+    """Parent folder of job_name; empty: the working directory."""
+    job_name: str = ok("DeepSpeedJobName")
+    """Folder of the files, inside output_path."""
+
+
+class WandB(Section):
+    """Metrics for Weights & Biases."""
+
+    enabled: Bool = ok(False)
+    """Log the metrics of every step to a run separate from the script's."""
+    group: str | None = ok(None)
+    """Run group."""
+    team: str | None = ok(None)
+    """Team or user."""
+    project: str = ok("deepspeed")
+    """Project."""
+
+
+class Comet(Section):
+    """Metrics for Comet."""
+
+    enabled: Bool = ok(False)
+    """Log the metrics."""
+    samples_log_interval: Count = ok(100)
+    """Samples between two values of a metric."""
+    project: str | None = ok(None)
+    """Project."""
+    workspace: str | None = ok(None)
+    """Workspace."""
+    api_key: str | None = ok(None)
+    """API key; prefer the environment variable COMET_API_KEY."""
+    experiment_name: str | None = ok(None)
+    """Experiment name."""
+    experiment_key: str | None = ok(None)
+    """Experiment key."""
+    online: Bool | None = ok(None)
+    """Upload during the run; false writes an archive to upload later."""
+    mode: Literal["get", "create", "get_or_create"] | None = ok(None)
+    """Create an experiment or continue an existing one."""
+
+
+TRACKERS = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""Names the sections."""
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config as plain values, its API key left out."""
+    comet = config.get("comet")
+    if not isinstance(comet, Mapping) or comet.get("api_key") is None:
+        return dict(config)
+    return {**config, "comet": {**comet, "api_key": "(left out)"}}
+
+
+# -- profilers --------------------------------------------------------------------------------------
+#
+# The config sections of what measures a run: the FLOPS profiler, the log of collectives.
+
+
+OPERATIONS: dict[str, str] = {
+    **{name: name for name in ("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather")},
+    **{name: name for name in ("reduce", "reduce_scatter", "scatter", "send", "recv")},
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_coalesced", "allgather_fn"), "all_gather"),
+    **dict.fromkeys(("all_reduce_coalesced", "inference_all_reduce"), "all_reduce"),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), "reduce_scatter"),
+    **{"all_to_all_single": "all_to_all", "monitored_barrier": "barrier", "isend": "send", "irecv": "recv"},
+}
+"""Maps each function of deepspeed.comm that can be logged to the name under which it is."""
+
+
+def _operation(value: Any) -> str:
+    if not isinstance(value, str) or value not in OPERATIONS:
+        raise ValueError(f"one of {', '.join(sorted(OPERATIONS))}")
+    return OPERATIONS[value]
+
+
+Operation = Annotated[
+    str, BeforeValidator(_operation), WithJsonSchema({"type": "string", "enum": sorted(OPERATIONS)})
+]
+
+
+class FlopsProfilerSection(Section):
+    """FLOPs of each module, counted in one micro-batch."""
+
+    enabled: Bool = ok(False)
+    """Count FLOPs on rank 0 and print them; progress lines then show TFLOPS."""
+    profile_step: Count = ok(1)
+    """Steps before the counted step."""
+    module_depth: Integer = ok(-1)
+    """Depth of the printed module tree; -1 prints all levels."""
+    top_modules: Count = ok(1)
+    """Modules to list at each depth, those with the most FLOPs first."""
+    detailed: Bool = ok(True)
+    """Print the module tree, not only the top modules."""
+    output_file: str | None = ok(None)
+    """Write to this file instead of printing."""
+    recompute_fwd_factor: NonNegative = always(0.0, "zlaunch counts recomputation")
+    """Fraction of the forward pass that is recomputed."""
+
+
+class CommsLoggerSection(Section):
+    """Count, time and bandwidth of collectives, by operation and size."""
+
+    enabled: Bool = ok(False)
+    """Log collectives. Rank 0 prints a table when the engine is destroyed or the process exits."""
+    prof_all: Bool = ok(True)
+    """Log all operations; false logs only prof_ops."""
+    prof_ops: list[Operation] = ok([])
+    """Operations to log with prof_all false, named as in deepspeed.comm."""
+    verbose: Bool = ok(False)
+    """Print a line per operation on rank 0."""
+    debug: Bool = ok(False)
+    """Show the call site, with separate rows for each."""
+
+
+# -- schema -----------------------------------------------------------------------------------------
+
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, create_model
 
-from .field_types import (
+from .fields import (
     AutoInt,
     Bool,
     Bucket,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from .field_types import (
+from .fields import (
     MAX,
     Bool,
     Bucket,

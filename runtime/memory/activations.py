@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,10 +23,83 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activation.checkpointing import checkpoint_blocks
 from ..errors import MemoryPlanError
-from ..precision.policy import dtype_named
-from ..zero.output_tensors import tensors_in
-from .model_sizes import ModelSizes, described
-from .transformer import Activations, transformer_activations
+from ..precision import dtype_named
+from ..zero.tensors import tensors_in
+from .model import ModelSizes, described
+
+# -- transformer ------------------------------------------------------------------------------------
+#
+# Estimates the memory of a transformer's activations by a formula.
+
+
+_WHOLE_BYTES, _SHARED_BYTES = 10, 24
+"""Count the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
+that keeps no matrix of scores, on each rank and on the ranks that share the layer together (Korthikanti et
+al., 2022, equation 2 without its last term).
+"""
+_NAMES: tuple[Sequence[str], ...] = (
+    ("hidden_size", "d_model", "n_embd"),
+    ("num_hidden_layers", "num_layers", "n_layer"),
+    ("vocab_size",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Holds the bytes that a rank's activations take at most, in a step with one micro-batch."""
+
+    plain: int
+    checkpointed: int | None
+    """With every block checkpointed; None where there are no blocks."""
+    source: str
+
+
+def transformer_activations(
+    hidden: int, layers: int, vocab: int, tokens: int, dtype_bytes: int, tensor: int = 1
+) -> Activations:
+    """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch,
+    on each of ``tensor`` ranks that share its layers.
+
+    Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
+    output layer has logits in the compute dtype and in fp32, and a gradient of each.
+    """
+    layer = (_WHOLE_BYTES + _SHARED_BYTES // tensor) * tokens * hidden * dtype_bytes // 2
+    head = tokens * vocab * 2 * (dtype_bytes + 4)
+    inputs = tokens * hidden * dtype_bytes * layers
+    source = "the formula of Korthikanti et al., 2022"
+    return Activations(layer * layers + head, inputs + max(layer, head), source)
+
+
+def activations_per_token(
+    model: Any, dtype_bytes: int, sequence: int = 1, tensor: int = 1
+) -> Activations | None:
+    """Estimate a rank's activations of one token, of ``sequence`` ranks that share its sequence and
+    ``tensor`` ones that share each layer, from a Hugging Face model's config; None where it does not say its
+    width, depth and vocabulary, and where the model has no output for each word of it.
+    """
+    described = getattr(model, "config", None)
+    try:
+        has_head = model.get_output_embeddings() is not None
+    except Exception:  # another library's method, or none: this is for a line of text
+        has_head = False
+    if described is None or not has_head:
+        return None
+    found: list[int] = []
+    for names in _NAMES:
+        values = [getattr(described, name, None) for name in names]
+        known = [value for value in values if isinstance(value, int) and value > 0]
+        if not known:
+            return None
+        found.append(known[0])
+    hidden, layers, vocab = found
+    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes, tensor)
+    assert of_all.checkpointed is not None
+    plain, checkpointed = (max(1, each // sequence) for each in (of_all.plain, of_all.checkpointed))
+    return Activations(plain, checkpointed, of_all.source)
+
+
+# -- activations ------------------------------------------------------------------------------------
+
 
 _DTYPES = {
     "int64": torch.int64,

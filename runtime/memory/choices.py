@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...cuda_ops.narrow_state import STATE_BYTES
+from ..mesh import MeshShape
 from ..offload.manager import OffloadOptions, Tier
-from ..rank_mesh import MeshShape
-from .activations import AUTOCAST
+from .activations import AUTOCAST, Activations
 from .estimate import GIB, MemoryPlan, Setting, plan
-from .model_sizes import ModelSizes
-from .transformer import Activations
+from .model import ModelSizes
 
 STATES = {"AdamW": 2, "Lamb": 2, "Lion": 1, "Adagrad": 1, "Muon": 1, "SGD": 1}
 """Counts what optimizers keep of each element: SGD with momentum, Muon of the matrices that it steps."""

@@ -15,7 +15,7 @@ from typing import Any
 from ...cuda_ops.narrow_state import STATE_BYTES
 from ..errors import MemoryPlanError
 from ..offload.manager import OffloadOptions, Tier
-from .transformer import Activations
+from .activations import Activations
 
 GIB = 2**30
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..config.jsonc import parse
+from ..config.load import parse
 
 _ADAM = ("betas", "eps")
 """Arguments that TrainingArguments have for these optimizers alone."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...cuda_ops.pinned import PinnedPool
 from ..comm.pending import DONE, Pending
-from ..profiler import named
+from ..device import named
 
 
 class HostLink:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.arguments import HALVES, Scalar
-from ...cuda_ops.step_rules import needs_kernel, rule_of
+from ...cuda_ops.step import needs_kernel, rule_of
 from ..log import warn
 
 State = MutableMapping[Tensor, dict[str, Any]]

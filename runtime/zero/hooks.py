@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import IntEnum, auto
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,16 +17,252 @@ from torch import Tensor, nn
 from ..comm.collectives import Comm
 from ..errors import DiskError, PeerLost
 from . import placeholder
-from .inert_hook import Hook
-from .loss_scaling import LossScaling
-from .output_tensors import arm, tensors_in
-from .ownership import Owner, UnitState
-from .passes import Pass
-from .prefetch import OrderHint, Prefetch
+from .placeholder import Owner, UnitState
+from .policy import Block, ShardingOptions
 from .reduce import GradientReducer
 from .saved_tensors import SavedTensors, outside_transforms
+from .tensors import Hook, arm, tensors_in
 from .unit import Unit, owner_of
-from .unit_policy import Block, ShardingOptions
+
+# -- passes -----------------------------------------------------------------------------------------
+#
+# Knows whether a forward or backward pass of a model is going on, and in which thread.
+
+
+_began = itertools.count(1)
+"""Numbers the passes of all models, so that the innermost of several is known."""
+
+
+class Phase(IntEnum):
+    """Says what a model is doing."""
+
+    IDLE = auto()
+    """Means that no pass is going on."""
+    FORWARD = auto()
+    """Means that the model is being called."""
+    BACKWARD = auto()
+    """Means that gradients are on their way, perhaps inside a call of the model (autograd.grad there)."""
+
+
+_ALLOWED = {
+    Phase.IDLE: {Phase.FORWARD, Phase.BACKWARD},
+    Phase.FORWARD: {Phase.IDLE, Phase.BACKWARD},
+    Phase.BACKWARD: {Phase.IDLE, Phase.FORWARD},
+}
+"""Lists the phases that may follow each."""
+
+
+class Pass:
+    """Tracks the passes of one model, also a forward pass that calls the model again."""
+
+    def __init__(self, *, one_thread: bool) -> None:
+        """Track no pass yet; with ``one_thread``, refuse that two threads use the model at a time."""
+        self.phase = Phase.IDLE
+        self.is_backward = False
+        """Tells that a backward pass has begun and not ended. It is kept, because each gradient asks."""
+        self.depth = 0
+        """Counts the calls of the model that are going on, one inside the other."""
+        self._one_thread = one_thread
+        self._since = 0
+        self._caller: FrameType | None = None
+
+    def since(self) -> int:
+        """Return the number of the pass that the calling code is part of; 0 if it is part of none, also after
+        one that an exception has ended unnoticed.
+        """
+        if self.phase is Phase.BACKWARD:
+            return self._since if placeholder.in_backward() else 0
+        if self.phase is Phase.FORWARD and (self._caller is None or _is_above(self._caller, sys._getframe())):
+            return self._since
+        return 0
+
+    def begin(self, hook: FrameType) -> None:
+        """Note a call of the model; ``hook`` is the frame of its pre-hook."""
+        if not self.depth:
+            self._move(Phase.FORWARD)
+            self._caller = _module_call(hook)
+        self.depth += 1
+
+    def end(self) -> None:
+        """Note the end of a call."""
+        if self.depth > 1:
+            self.depth -= 1
+        else:
+            self.reset()
+
+    def reset(self) -> None:
+        """Note that no call is going on any more."""
+        self.depth, self._caller = 0, None
+        if self.phase is Phase.FORWARD:
+            self._move(Phase.IDLE)
+
+    def begin_backward(self) -> None:
+        """Note the first gradient of a backward pass."""
+        self._move(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """Note that the backward pass has ended, or that an exception has ended it."""
+        self._move(Phase.FORWARD if self.depth else Phase.IDLE)
+
+    def _move(self, to: Phase) -> None:
+        assert to in _ALLOWED[self.phase], f"{self.phase.name} -> {to.name}"
+        self.phase, self._since = to, next(_began)
+        self.is_backward = to is Phase.BACKWARD
+
+    def was_cut_off(self) -> bool:
+        """Tell whether the pass has ended unnoticed: for an interrupt torch calls no hooks. Raises
+        RuntimeError if another thread is in the model.
+        """
+        if not self.depth or self._caller is None or _is_above(self._caller, sys._getframe()):
+            return False
+        running = any(_is_above(self._caller, frame) for frame in sys._current_frames().values())
+        if running and self._one_thread:
+            raise RuntimeError(
+                "another thread is calling this model: at stage 3, only one thread at a time can use a model"
+            )
+        return not running
+
+
+def _module_call(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the module call that a hook is part of; it lives as long as the pass."""
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame
+
+
+def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
+    """Tell whether ``wanted`` is on the stack that ends with ``frame``."""
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- prefetch ---------------------------------------------------------------------------------------
+#
+# Gathers ahead the block that followed last time: a hint, never a requirement.
+
+
+class OrderHint:
+    """Remembers which block followed which in the last complete pass."""
+
+    def __init__(self) -> None:
+        self._now: list[int] = []
+        self._after: dict[int, int] = {}
+        self._last: int | None = None
+
+    def visit(self, block: int) -> None:
+        """Note that ``block`` is used now."""
+        if not self._now or self._now[-1] != block:
+            self._now.append(block)
+
+    def after(self, block: int) -> int | None:
+        """Return the block that followed ``block`` last time, or None."""
+        return self._after.get(block)
+
+    def is_last(self, block: int) -> bool:
+        """Tell whether the last pass ended with ``block``."""
+        return self._last == block
+
+    def end(self) -> None:
+        """End the pass, whose order becomes the hint."""
+        if self._now:
+            self._after = {}
+            for current, following in zip(self._now, self._now[1:], strict=False):
+                self._after.setdefault(current, following)
+            self._last = self._now[-1]
+        self._now = []
+
+
+class Prefetch:
+    """Starts gathers before their block is called."""
+
+    def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
+        """Limit the elements of sharded units that are unsharded at one time to ``max_live_numel``."""
+        self._blocks, self._comm, self._enabled, self._max_live_numel = blocks, comm, enabled, max_live_numel
+
+    def after(self, order: OrderHint, index: int) -> None:
+        """Start to gather the block that comes next; two blocks where units have to be read from disk."""
+        if not self._enabled:
+            return
+        following: int | None = index
+        for ahead in itertools.count(1):
+            following = order.after(following) if following is not None else None
+            if following is None:
+                return
+            block = self._blocks[following]
+            if any(unit.state is UnitState.SHARDED for unit in block.units):
+                self._start(block)
+            if ahead >= max((unit.values.blocks_ahead for unit in block.units), default=1):
+                return
+
+    def _start(self, block: Block) -> None:
+        alone = self._comm.world_size == 1
+        if alone and all(unit.values.is_gathered_directly for unit in block.units):
+            return  # a local copy: starting it early gains nothing
+        live = sum(
+            unit.numel
+            for other in self._blocks
+            for unit in other.units
+            if unit.shard_params and unit.state is not UnitState.SHARDED
+        )
+        if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
+            with outside_transforms():
+                for unit in block.units:
+                    if unit.state is UnitState.SHARDED and unit.updated.ready:
+                        unit.unshard(rounded=True)
+
+
+# -- loss scaling -----------------------------------------------------------------------------------
+#
+# Puts the loss scale into a backward pass, at whichever tensor that begins.
+
+
+class LossScaling:
+    """Multiplies gradients by the loss scale where a backward pass enters the model, unless the loss has been
+    multiplied already.
+
+    Attributes
+        factor: what a loss is to be multiplied with; None where nothing is.
+        micro_share: a micro-batch's part of a step, for a backward pass that the caller starts.
+        loss_is_scaled: the backward pass that is under way, or comes next, starts at a loss multiplied
+            already.
+    """
+
+    def __init__(self) -> None:
+        self.factor: Callable[[], float | Tensor] | None = None
+        self.micro_share: Callable[[], float] = lambda: 1.0
+        self.loss_is_scaled = False
+        self._at_outputs = False
+
+    def end(self) -> None:
+        """Forget how the pass began."""
+        self.loss_is_scaled = self._at_outputs = False
+
+    def at_output(self, grad: Tensor) -> Tensor | None:
+        """Scale the gradient of one of the model's outputs; return None to leave it unchanged."""
+        if self.factor is None or self.loss_is_scaled:
+            return None
+        self._at_outputs = True
+        # in fp32: a scale of 65536 is infinite in fp16, and torch would cast a 0-dim tensor to it
+        return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * self.factor()).to(grad.dtype)
+
+    def of_parameter(self, grad: Tensor) -> Tensor:
+        """Return a parameter's gradient as its part of the step, in a pass that did not begin at a scaled
+        loss. Raises RuntimeError where it did not begin at the model's outputs either.
+        """
+        if self.factor is not None and not self._at_outputs:
+            raise RuntimeError(
+                "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
+                "not start at the model's outputs, where zlaunch applies the loss scale"
+            )
+        share = self.micro_share()
+        return grad if share == 1.0 else grad * share
+
+
+# -- hooks ------------------------------------------------------------------------------------------
+
 
 Gathered = Callable[[Iterable[Unit]], AbstractContextManager[None]]
 Intercept = Callable[[nn.Module, Gathered], Callable[[], None]]

@@ -4,19 +4,138 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
-from ..profiler import named
-from .bucket import Bucket, BucketState
-from .buffer_pool import BufferPool
-from .ownership import GRADIENTS, VALUES
-from .store import DeviceStore
+from ..device import named
+from .placeholder import GRADIENTS, VALUES
+from .store import DeviceStore, ShardStore
 from .unit import Unit
+
+# -- bucket -----------------------------------------------------------------------------------------
+#
+# Collects the gradients of one unit until they are sent.
+
+
+class BucketState(IntEnum):
+    """Says what a bucket holds of the present step."""
+
+    EMPTY = auto()
+    """Means that no gradient has come."""
+    COLLECTING = auto()
+    """Means that local gradients are added up, and that none has been sent."""
+    REDUCED = auto()
+    """Means that everything has been sent; a persistent bucket's own part becomes the sum over the ranks."""
+    COLLECTING_AGAIN = auto()
+    """Means that local gradients are added up, and that earlier ones have been sent."""
+
+
+_ALLOWED = {
+    BucketState.EMPTY: {BucketState.COLLECTING},
+    BucketState.COLLECTING: {BucketState.REDUCED},
+    BucketState.REDUCED: {BucketState.COLLECTING_AGAIN},
+    BucketState.COLLECTING_AGAIN: {BucketState.REDUCED},
+}
+"""Lists the states that may follow each; every one may become EMPTY, at the end of a step."""
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Collects the gradients of one unit.
+
+    ``tensor`` is flat with ``unit.numel`` elements. With persistent buckets (stages 0 and 1) it is fp32,
+    local sums of the micro-batches stay in it, and this rank's part is the gradient. A transient one is lent
+    from a pool, in the dtype that is sent, from a unit's first gradient until its reduction.
+    """
+
+    unit: Unit
+    state: BucketState = BucketState.EMPTY
+    is_collecting: bool = False
+    """Tells that it holds gradients that have not been sent. It is kept, because each gradient asks."""
+    order: int = 0
+    tensor: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    """Tells which parameters' slices hold a gradient (and are added to); the others are uninitialized."""
+    seen: list[bool] = field(default_factory=list)
+    """Tells which parameters had a gradient since this backward pass began or the unit was last complete."""
+    missing: int = 0
+    carry: Tensor | None = None
+    """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
+    used: list[bool] = field(default_factory=list)
+    """Tells which parameters had a gradient in the current step."""
+
+    @property
+    def store(self) -> ShardStore:
+        """Return the store of the unit, which is trained."""
+        assert self.unit.store is not None
+        return self.unit.store
+
+    @property
+    def own(self) -> Tensor:
+        """Return this rank's part of a persistent bucket."""
+        assert self.tensor is not None
+        return self.tensor[self.unit.start : self.unit.stop]
+
+    def move(self, to: BucketState) -> None:
+        assert to in _ALLOWED[self.state], f"bucket {self.unit.name}: {self.state.name} -> {to.name}"
+        self._set(to)
+
+    def empty(self) -> None:
+        """Begin a step, with no gradient."""
+        self._set(BucketState.EMPTY)
+
+    def _set(self, state: BucketState) -> None:
+        self.state = state
+        self.is_collecting = state in (BucketState.COLLECTING, BucketState.COLLECTING_AGAIN)
+
+    def await_all(self) -> None:
+        """Note that every parameter's gradient is to come (once more)."""
+        self.seen = [False] * len(self.unit.parameters)
+        self.missing = len(self.seen)
+
+    def set_tensor(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self.views, self.written = [], [False] * len(self.unit.parameters)
+        if tensor is not None:
+            slots = zip(self.unit.layout.slots, self.unit.shapes, strict=True)
+            self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
+
+
+# -- buffer pool ------------------------------------------------------------------------------------
+#
+# Lends the memory that gradients are sent from.
+
+
+class BufferPool:
+    """Keeps send buffers. Ordinary memory is released after each pass; shared memory cannot be."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.free: list[Tensor] = []
+
+    def lend(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return a flat tensor of ``numel`` elements, part of the smallest free buffer large enough."""
+        fitting = [i for i, t in enumerate(self.free) if t.dtype == dtype and t.numel() >= numel]
+        if not fitting:
+            return self._comm.empty(numel, dtype)
+        return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))[:numel]
+
+    def give_back(self, tensor: Tensor) -> None:
+        self.free.append(tensor if tensor._base is None else tensor._base)
+
+    def end_pass(self) -> None:
+        if not self._comm.shared:
+            self.free.clear()
+
+
+# -- reduce -----------------------------------------------------------------------------------------
+
 
 MAX_IN_FLIGHT = 2
 """Limits the reductions under way at once; each holds its bucket and a receive buffer of equal size."""

@@ -16,10 +16,11 @@ end of the backward pass.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,8 +30,70 @@ from torch.autograd.function import BackwardCFunction
 
 from ..environment import read_environment
 from ..errors import UnsupportedError
-from . import saved_tensor_hooks
 from .unit import Unit
+
+# -- saved tensor hooks -----------------------------------------------------------------------------
+#
+# Finds and sets the hooks on saved tensors that are active on this thread.
+
+
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Holds a pack and an unpack function."""
+
+_autograd: Any = torch._C._autograd
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+
+def _follow() -> Callable[[], Hooks | None]:
+    """Track each push and pop from now on, for a torch (2.6) that does not tell which hooks are active.
+
+    ``torch.autograd.graph.saved_tensors_hooks`` looks these functions up at each use.
+    """
+    entered = _Entered()
+    real_push = _autograd._push_saved_tensors_default_hooks
+    real_pop = _autograd._pop_saved_tensors_default_hooks
+
+    def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        real_push(pack, unpack)  # raises where hooks are disabled
+        entered.hooks.append((pack, unpack))
+
+    def pop() -> None:
+        real_pop()
+        if entered.hooks:  # empty where torch brought them to a thread of the backward pass
+            entered.hooks.pop()
+
+    _autograd._push_saved_tensors_default_hooks = push
+    _autograd._pop_saved_tensors_default_hooks = pop
+    return lambda: entered.hooks[-1] if entered.hooks else None
+
+
+if hasattr(_autograd, "_top_saved_tensors_default_hooks"):
+    top: Callable[[], Hooks | None] = partial(_autograd._top_saved_tensors_default_hooks, False)
+else:
+    top = _follow()
+
+
+def push(hooks: Hooks) -> None:
+    """Activate these hooks, above those that are active."""
+    _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def pop() -> None:
+    """Deactivate the top hooks."""
+    _autograd._pop_saved_tensors_default_hooks()
+
+
+def allowed() -> bool:
+    """Tell whether torch lets hooks be activated: not inside ``torch.func.grad``."""
+    return bool(_autograd._saved_tensors_hooks_is_enabled())
+
+
+# -- saved tensors ----------------------------------------------------------------------------------
+
 
 _sharded: WeakValueDictionary[int, Unit] = WeakValueDictionary()
 """Maps the identity of a unit's memory to the unit, for the sharded units of every model in this process."""
@@ -102,7 +165,7 @@ class SavedTensors:
         self._units: dict[int, Unit] = {}
         self._owner: object = None
         self._depth = 0
-        self._outer: saved_tensor_hooks.Hooks | None = None
+        self._outer: Hooks | None = None
         self._hooks = (self._pack, self._unpack)
         self._enabled = read_environment().saved_tensor_hooks
 
@@ -125,16 +188,16 @@ class SavedTensors:
             return True
         if not torch.is_grad_enabled() or not self._units:
             return True
-        if not self._enabled or not saved_tensor_hooks.allowed():
+        if not self._enabled or not allowed():
             return False
-        outer = saved_tensor_hooks.top()
+        outer = top()
         if outer is not None and outer[0] == self._hooks[0]:  # left in place: others were above them
-            saved_tensor_hooks.pop()
-            outer = saved_tensor_hooks.top()
+            pop()
+            outer = top()
         self._outer = outer
         if outer is not None and _is_recomputed(outer[0]):
             return True
-        saved_tensor_hooks.push(self._hooks)
+        push(self._hooks)
         self._owner, self._depth = module, 1
         return True
 
@@ -151,9 +214,9 @@ class SavedTensors:
         if self._owner is None:
             return
         self._owner, self._depth = None, 0
-        top = saved_tensor_hooks.top()
-        if top is not None and top[0] == self._hooks[0]:
-            saved_tensor_hooks.pop()
+        innermost = top()
+        if innermost is not None and innermost[0] == self._hooks[0]:
+            pop()
 
     def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
         try:

@@ -13,10 +13,10 @@ import zlaunch
 from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed import engine as alias
-from zlaunch.compat.deepspeed import experts
-from zlaunch.compat.deepspeed.axes import take_over_sizes
+from zlaunch.compat.deepspeed import moe
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.moe import MoE
+from zlaunch.compat.deepspeed.parallel import take_over_sizes
 
 WIDTH = 8
 
@@ -162,8 +162,8 @@ def _train(ep_size: int, stage: int, in_groups: bool) -> dict[str, Tensor]:
             nn.init.normal_(parameter)
     groups: Any = None
     if in_groups:
-        groups = experts.configure_moe_param_groups(list(model.parameters()))
-        assert [experts.is_moe_param_group(group) for group in groups] == [False, True]
+        groups = moe.configure_moe_param_groups(list(model.parameters()))
+        assert [moe.is_moe_param_group(group) for group in groups] == [False, True]
     config = settings(stage, 1, world) | {"parallel": {}}
     engine, *_ = alias.initialize(model=model, model_parameters=groups, config=config)
     for batch in data():
@@ -202,12 +202,12 @@ def test_sizes_that_differ_are_refused() -> None:
 
 def test_groups_of_parameters() -> None:
     model = _Network(2)
-    assert experts.has_moe_layers(model) == (True, 4)
+    assert moe.has_moe_layers(model) == (True, 4)
     given = {"params": list(model.parameters()), "lr": 0.5, "name": "all"}
-    rest, *own = experts.split_params_into_different_moe_groups_for_optimizer(given, 4 * WIDTH * WIDTH)
+    rest, *own = moe.split_params_into_different_moe_groups_for_optimizer(given, 4 * WIDTH * WIDTH)
     assert [group["name"] for group in own] == ["ep_size_2"] * len(own) and own[0]["lr"] == 0.5
     parts = [[parameter.numel() for parameter in group["params"]] for group in own]
     assert parts == [[256], [32], [256], [32]] and all(group["moe"] for group in own)
-    assert not any(experts.is_moe_param(parameter) for parameter in rest["params"])
-    shared, routed = experts.split_params_into_shared_and_expert_params(model.parameters())
+    assert not any(moe.is_moe_param(parameter) for parameter in rest["params"])
+    shared, routed = moe.split_params_into_shared_and_expert_params(model.parameters())
     assert len(shared) == 3 and len(routed) == 4

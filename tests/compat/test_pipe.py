@@ -11,10 +11,15 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.tensor_parallel.task import TOLERANCE, distance
 from tests.runtime.workers import join, run_workers
-from zlaunch.compat.deepspeed.axes import take_over_sizes
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
-from zlaunch.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from zlaunch.compat.deepspeed.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from zlaunch.compat.deepspeed.parallel import take_over_sizes
+from zlaunch.compat.deepspeed.pipe import (
+    LayerSpec,
+    PipeDataParallelTopology,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TiedLayerSpec,
+)
 
 STEPS, BATCH, MICRO_BATCHES = 5, 8, 2
 WORDS, WIDTH, LENGTH = 13, 8, 6

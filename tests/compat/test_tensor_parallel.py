@@ -10,9 +10,9 @@ import torch
 import zlaunch
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed import engine as alias
-from zlaunch.compat.deepspeed import groups
-from zlaunch.compat.deepspeed.axes import tp_model_init
+from zlaunch.compat.deepspeed import parallel
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.compat.deepspeed.parallel import tp_model_init
 
 SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -38,7 +38,7 @@ def _said(noted: int | None, config: dict[str, Any], asked: dict[str, int]) -> s
         return str(error)
     finally:
         AcceleratorState._shared_state.clear()
-    sizes = groups._get_model_parallel_world_size(), groups._get_data_parallel_world_size()
+    sizes = parallel._get_model_parallel_world_size(), parallel._get_data_parallel_world_size()
     return f"{sizes} {engine.train_micro_batch_size_per_gpu()}"
 
 
@@ -106,14 +106,14 @@ def _groups() -> list[Any]:
     section = {"experts": ["layers.*.experts"]}
     config = {**CONFIG, "parallel": {"expert": 2}, "expert_parallel": section}
     alias.initialize(model=_Network("free"), config=config)
-    found: list[Any] = [groups._get_expert_parallel_world_size("ep_size_2")]
-    for group in (groups._get_expert_parallel_group(), groups._get_expert_data_parallel_group()):
+    found: list[Any] = [parallel._get_expert_parallel_world_size("ep_size_2")]
+    for group in (parallel._get_expert_parallel_group(), parallel._get_expert_data_parallel_group()):
         found.append(torch.distributed.get_process_group_ranks(group))
-    assert groups._get_expert_parallel_rank() == rank % 2
-    assert groups._get_expert_data_parallel_rank() == rank // 2
-    assert groups._get_expert_data_parallel_world_size() == 2
+    assert parallel._get_expert_parallel_rank() == rank % 2
+    assert parallel._get_expert_data_parallel_rank() == rank // 2
+    assert parallel._get_expert_data_parallel_world_size() == 2
     with pytest.raises(ValueError, match="the only group is 'ep_size_2'"):
-        groups._get_expert_parallel_group("ep_size_4")
+        parallel._get_expert_parallel_group("ep_size_4")
     return found
 
 

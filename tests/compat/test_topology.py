@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zlaunch.compat.deepspeed.topology import (
+from zlaunch.compat.deepspeed.pipe import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.helpers import ROOT, Launch, alive, run
 from tests.limits import LIMIT_S, wait_until
 from tests.ports import reserved_port
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 
 PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -384,7 +384,7 @@ def test_signals_between_attempts(tmp_path: Path) -> None:
     launch.process.send_signal(signal.SIGTERM)
     assert launch.wait() == 143
     assert "stopped by SIGTERM" in launch.err and "Traceback" not in launch.err
-    assert run_record.read(launch.run_dir).exit_code == 143  # type: ignore[union-attr]
+    assert run_folder.read(launch.run_dir).exit_code == 143  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

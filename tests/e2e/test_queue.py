@@ -24,7 +24,7 @@ from tests.e2e.helpers import ROOT, alive
 from tests.e2e.test_runs import zlaunch
 from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
 from tests.queue_drills import daemons_of
-from zlaunch.queue.wake import LOG, queue_folder
+from zlaunch.queue.daemon import LOG, queue_folder
 
 SCRIPT = """
     import os, sys, time

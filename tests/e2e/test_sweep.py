@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.helpers import ROOT
 from tests.e2e.test_runs import zlaunch
 from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
-from zlaunch.supervisor.run_record import queued
+from zlaunch.supervisor.run_folder import queued
 
 SCRIPT = """
     import argparse, json, os, time

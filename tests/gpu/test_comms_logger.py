@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import zlaunch
-from zlaunch.runtime.config.profilers import CommsLoggerSection
-from zlaunch.runtime.monitor.comms_logger import CommsLogger
+from zlaunch.runtime.config.schema import CommsLoggerSection
+from zlaunch.runtime.observe.comms_logger import CommsLogger
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from tests.matrix.parts import Stack
 from tests.matrix.registry import feature
 from tests.matrix.sides import Side, Trainer
 from tests.matrix.train import run_steps
-from zlaunch.runtime.registry.lr_schedules import SCHEDULES
+from zlaunch.runtime.optim.schedules import SCHEDULES
 
 
 def between(name: str, change: Callable[[Trainer, int], None], **options: Any) -> None:

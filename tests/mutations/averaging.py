@@ -56,14 +56,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         TESTS,
     ),
     Mutation(
-        "runtime/loop.py",
+        "runtime/engine.py",
         "        if not passes:\n            self._losses.clear()\n",
         "",
         "the mean loss has micro-batches that were dropped",
         TESTS,
     ),
     Mutation(
-        "runtime/loop.py",
+        "runtime/engine.py",
         "        if new > 1 and not self._has_warned_of_count:\n",
         "        if new > 2 and not self._has_warned_of_count:\n",
         "a script that counts micro-batches beside the engine is not told",

@@ -13,7 +13,7 @@ MUTATIONS = [
         ("tests/unit/supervisor/test_signal_wakeup.py",),
     ),
     Mutation(
-        "runtime/shared_memory/memory.py",
+        "runtime/comm/shared_memory.py",
         "gone = [rank for rank in ranks if self._peers[rank].gone]",
         "gone: list[int] = []",
         "a rank that has ended is waited for until the limit",

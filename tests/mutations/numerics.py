@@ -8,7 +8,7 @@ _BESIDE_PLAIN_TORCH = ("tests/numerics/test_numerics.py::test_far_positions_in_b
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
-        "runtime/precision/buffers.py",
+        "runtime/precision.py",
         "return buffer.dtype if mixes else self.trained or buffer.dtype",
         "return self.trained or buffer.dtype",
         "rotary frequencies are rounded to bf16, and positions of a long context with them",

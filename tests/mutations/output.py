@@ -59,14 +59,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         _CONTROLLER,
     ),
     Mutation(
-        "zlaunch/supervisor/rank_logs.py",
+        "zlaunch/supervisor/run_files.py",
         "        if log.is_cut:",
         "        if False:",
         "the first line of an attempt sticks to the last line of a killed one",
         ("tests/unit/supervisor/test_rank_logs.py",),
     ),
     Mutation(
-        "zlaunch/supervisor/rank_logs.py",
+        "zlaunch/supervisor/run_files.py",
         "                rest = rest[written:]\n",
         "                break\n",
         "a disk that takes a part of a rank's output is not noticed",

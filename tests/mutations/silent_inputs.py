@@ -49,7 +49,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (_ARGUMENTS,),
     ),
     Mutation(
-        "runtime/checkpoint/selection.py",
+        "runtime/checkpoint/load.py",
         "    if not folder.exists() and not missing_ok:\n",
         "    if False:\n",
         "a mistyped folder is a fresh start",
@@ -105,21 +105,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         (_ADAM,),
     ),
     Mutation(
-        "runtime/loop.py",
+        "runtime/engine.py",
         "        if not self._is_managed:\n            return True\n",
         "",
         "the engine counts the passes of a step that the script counts",
         (_UNMANAGED,),
     ),
     Mutation(
-        "runtime/construction/gathered.py",
+        "runtime/script/construct.py",
         "        if not isinstance(entry, Tensor):\n",
         "        if False:\n",
         "pairs of names and parameters gather nothing",
         (_CONSTRUCTION,),
     ),
     Mutation(
-        "runtime/construction/init.py",
+        "runtime/script/construct.py",
         "        if unknown := sorted(ignored.keys() - _IGNORED):\n",
         "        if unknown := []:\n",
         "a mistyped keyword of zero.Init is ignored",

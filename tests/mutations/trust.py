@@ -34,14 +34,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/unit/system/test_trust.py",),
     ),
     Mutation(
-        "zlaunch/supervisor/run_record.py",
+        "zlaunch/supervisor/run_folder.py",
         "        with Folder(path.parent) as folder, folder.open(path.name) as file:\n",
         '        with open(path, "rb") as file:\n',
         "`zlaunch stop` kills what a forged record names",
         ("tests/unit/supervisor/test_foreign_runs.py",),
     ),
     Mutation(
-        "zlaunch/queue/wake.py",
+        "zlaunch/queue/daemon.py",
         "        make_folder(path)  # of another user",
         "        path.mkdir(parents=True, exist_ok=True)  # of another user",
         "the jobs of another user's queue run with this user's rights",
@@ -55,7 +55,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/e2e/test_trust.py",),
     ),
     Mutation(
-        "zlaunch/system/memory.py",
+        "zlaunch/system/machine.py",
         " and path.lstat().st_uid == os.geteuid()",
         "",
         "root removes the snapshots of other users",

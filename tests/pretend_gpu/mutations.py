@@ -53,7 +53,7 @@ def _gathers_do_not_wait_for_uploads() -> list[Change]:
 def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
     import torch
 
-    from zlaunch.runtime.offload.host_store import HostStore
+    from zlaunch.runtime.offload.stores import HostStore
 
     deliver = HostStore.add_grad
 
@@ -78,7 +78,7 @@ def _new_values_overwrite_what_is_being_uploaded() -> list[Change]:
 
 def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
     from zlaunch.runtime.comm.pending import DONE
-    from zlaunch.runtime.offload.host_store import HostValues
+    from zlaunch.runtime.offload.stores import HostValues
 
     write = HostValues.write
 
@@ -91,13 +91,13 @@ def _a_gather_does_not_wait_for_the_values_home() -> list[Change]:
 
 
 def _the_next_forward_does_not_wait_for_the_step() -> list[Change]:
-    from zlaunch.runtime.offload import background_step
+    from zlaunch.runtime.offload import step
 
-    return [(background_step._Arrival, "wait", _nothing)]
+    return [(step._Arrival, "wait", _nothing)]
 
 
 def _a_snapshot_is_written_before_it_is_taken() -> list[Change]:
-    from zlaunch.runtime.checkpoint.snapshot import Snapshot
+    from zlaunch.runtime.checkpoint.save import Snapshot
 
     return [(Snapshot, "arrived", _nothing)]
 
@@ -159,13 +159,13 @@ def _a_log_is_all_that_waits_for_collectives() -> list[Change]:
 
 
 def _hops_do_not_wait_for_what_they_send() -> list[Change]:
-    from zlaunch.runtime.mesh import hops
+    from zlaunch.runtime.comm import two_hops
 
-    return [(hops, "follow", _nothing)]
+    return [(two_hops, "follow", _nothing)]
 
 
 def _the_second_hop_is_not_waited_for() -> list[Change]:
-    from zlaunch.runtime.mesh.hops import OnStream
+    from zlaunch.runtime.comm.two_hops import OnStream
 
     return [(OnStream, "wait", _nothing)]
 
@@ -184,25 +184,25 @@ def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
 
 
 def _the_sum_of_a_layer_is_not_waited_for() -> list[Change]:
-    from zlaunch.runtime.tensor_parallel.axis import TensorAxis
+    from zlaunch.runtime.parallel.axis import TensorAxis
 
     return [(TensorAxis, "_wait", lambda self, work, tensor: None)]
 
 
 def _tokens_are_computed_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.expert_parallel.axis import ExpertAxis
+    from zlaunch.runtime.parallel.axis import ExpertAxis
 
     return [(ExpertAxis, "_wait", lambda self, work, tensor: None)]
 
 
 def _heads_are_computed_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.sequence_parallel.axis import SequenceAxis
+    from zlaunch.runtime.parallel.axis import SequenceAxis
 
     return [(SequenceAxis, "_wait", lambda self, work, tensor, what: None)]
 
 
 def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
-    from zlaunch.runtime.backward_step.reducer import SteppingReducer
+    from zlaunch.runtime.optim.in_backward import SteppingReducer
 
     retire = SteppingReducer._retire
 
@@ -216,7 +216,7 @@ def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
 
 
 def _signs_are_read_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.one_bit.sign_exchange import Sent
+    from zlaunch.runtime.optim.sign_exchange import Sent
 
     return [(Sent, "result", lambda self: self._got)]
 

@@ -16,7 +16,7 @@ from tests.runtime.sequence_parallel.test_scripts import Attention
 from tests.runtime.workers import join, run_workers
 from zlaunch import sequence
 from zlaunch.runtime import step_losses
-from zlaunch.runtime.host_copy import HostCopy
+from zlaunch.runtime.device import HostCopy
 from zlaunch.runtime.step_losses import StepLosses
 
 RATE = 0.1

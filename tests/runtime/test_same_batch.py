@@ -13,7 +13,7 @@ from tests.needs import needs_package
 from tests.runtime.models import net
 from tests.runtime.tensor_parallel.families import make
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.same_batch import fingerprint
+from zlaunch.runtime.parallel.checks import fingerprint
 
 CPU = torch.device("cpu")
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}

@@ -16,7 +16,7 @@ import zlaunch
 from tests.runtime.handles.test_optimizer import TOLERANCE, _adam, options, worst
 from tests.runtime.models import Layer, batches, loss_of, net, relative_error
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.zero import saved_tensor_hooks
+from zlaunch.runtime.zero import saved_tensors
 
 
 def _destroyed(folder: str) -> None:
@@ -262,7 +262,7 @@ def _interrupted() -> None:
     engine.backward(loss_of(engine, tokens))
     engine.step()
     assert engine._sharded._pass.depth == 0
-    assert saved_tensor_hooks.top() is None
+    assert saved_tensors.top() is None
 
     errors: list[str] = []
 

@@ -12,8 +12,15 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.errors import LaunchError
-from zlaunch.supervisor.archive import check_target, pack, write
-from zlaunch.supervisor.bundle import BundledText, data_text, known_secrets, run_texts
+from zlaunch.supervisor.bundle import (
+    BundledText,
+    check_target,
+    data_text,
+    known_secrets,
+    pack,
+    run_texts,
+    write,
+)
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.supervisor.redact import redact
 from zlaunch.system.checkup import size

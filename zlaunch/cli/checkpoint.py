@@ -278,7 +278,7 @@ def export(
                 raise ValueError(
                     "--max_shard_size does not work with --format dcp: torch chooses the file sizes"
                 )
-            from zlaunch.runtime.checkpoint.export.distributed import export_distributed
+            from zlaunch.runtime.checkpoint.export.consolidate import export_distributed
 
             _warn_of_incomplete(opened.folder)
             for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):

@@ -16,7 +16,7 @@ import click
 from zlaunch.errors import LaunchError
 
 SUBCOMMANDS = {
-    "attach": "zlaunch.cli.attach:attach",
+    "attach": "zlaunch.cli.runs:attach",
     "bench": "zlaunch.cli.bench:bench",
     "bundle": "zlaunch.cli.bundle:bundle",
     "cancel": "zlaunch.cli.queue:cancel",
@@ -38,8 +38,8 @@ SUBCOMMANDS = {
     "sweep": "zlaunch.cli.sweep:sweep",
     "tune": "zlaunch.cli.tune:tune",
     "ui": "zlaunch.cli.ui:ui",
-    "wait": "zlaunch.cli.attach:wait",
-    "watch": "zlaunch.cli.watch:watch",
+    "wait": "zlaunch.cli.runs:wait",
+    "watch": "zlaunch.cli.runs:watch",
 }
 """Subcommand -> `module:attribute` of its click command."""
 COMMAND_GROUPS = {

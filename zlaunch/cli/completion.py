@@ -14,8 +14,8 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 from zlaunch.cli.commands import RUN, SUBCOMMANDS, load
+from zlaunch.cli.flags import torchrun_flags
 from zlaunch.cli.run import run
-from zlaunch.cli.torchrun_flags import torchrun_flags
 from zlaunch.supervisor.found_runs import DEFAULT_FOLDER, find_runs
 
 _SHELLS = ("bash", "zsh", "fish")

@@ -249,7 +249,7 @@ def _as_data(reports: Sequence[HostReport], problems: Sequence[Problem]) -> dict
     """Return all findings as data: every host has every key, with None for what is not known."""
     from dataclasses import asdict
 
-    from zlaunch.system.facts import Facts
+    from zlaunch.system.machine import Facts
 
     hosts = []
     for report in reports:

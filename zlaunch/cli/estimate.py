@@ -2,22 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
-from zlaunch.cli.estimate_axes import AXES, given_axes
-from zlaunch.cli.estimate_speeds import SPEEDS, given_speeds, missing_text
 from zlaunch.cli.model_shape import VOCAB, shape_advice, usual_shape
 
 if TYPE_CHECKING:
+    from zlaunch.runtime.memory.activations import Activations
     from zlaunch.runtime.memory.choices import Estimated, Machines
-    from zlaunch.runtime.memory.model_sizes import ModelSizes
-    from zlaunch.runtime.memory.transformer import Activations
-    from zlaunch.runtime.step_time.simulate import Operations, StepTime
+    from zlaunch.runtime.memory.model import ModelSizes
+    from zlaunch.runtime.memory.step_time import Operations, Speeds, StepTime
+    from zlaunch.runtime.mesh import MeshShape
+
+
+# -- estimate axes ----------------------------------------------------------------------------------
+#
+# Read for `zlaunch estimate` how many ranks share layers, sequences, experts and stages.
+
+
+AXES = (
+    count_option("--tensor", default=1, show_default=True, help="Tensor-parallel size."),
+    count_option("--sequence", default=1, show_default=True, help="Sequence-parallel size."),
+    count_option("--pipeline", default=1, show_default=True, help="Pipeline stages."),
+    count_option("--expert", default=1, show_default=True, help="Expert-parallel size."),
+)
+"""Options of the command, in the order of its help."""
+
+
+def given_axes(
+    world_size: int,
+    seq: int,
+    tensor: int,
+    sequence: int,
+    pipeline: int,
+    expert: int,
+    *,
+    simulate: bool,
+    has_input: bool,
+) -> MeshShape:
+    """Return the mesh of the options. Raises click.UsageError for sizes that do not go with the number of
+    ranks, or with other options.
+    """
+    from zlaunch.runtime.mesh import MeshShape
+
+    sizes = {"--tensor": tensor, "--sequence": sequence, "--pipeline": pipeline, "--expert": expert}
+    given = [name for name, size in sizes.items() if size > 1]
+    product = math.prod(sizes.values())
+    if given and simulate:
+        raise click.UsageError(
+            f"--simulate does not model the communication of {given[0]}: remove one of the two"
+        )
+    if seq % sequence:
+        raise click.UsageError(f"--seq {seq} cannot be divided by --sequence {sequence}")
+    if sequence > 1 and has_input:
+        raise click.UsageError(
+            "--sequence cannot be combined with --input: pass one rank's share of the sequence in --input"
+        )
+    if world_size % product:
+        shown = ", ".join(f"{name} {sizes[name]}" for name in given)
+        raise click.UsageError(f"{shown}: needs a multiple of {product} GPUs, not {world_size}")
+    return MeshShape(world_size // product, expert, sequence, tensor, pipeline)
+
+
+# -- estimate speeds --------------------------------------------------------------------------------
+#
+# Read the speeds for `zlaunch estimate --simulate` from its options and from files of measurements.
+
+
+def _speed(name: str, metavar: str, text: str) -> Callable[..., Any]:
+    kind = click.FloatRange(min=0, min_open=True)
+    return click.option(name, type=kind, metavar=metavar, help=f"{text}, for --simulate.")
+
+
+SPEEDS = (
+    click.option(
+        "--simulate", is_flag=True, help="Add a lower bound of the step time, from measured speeds."
+    ),
+    _speed("--tflops", "TFLOPS", "Matrix-product speed of a GPU"),
+    _speed("--link", "GB/S", "Bus bandwidth of collectives, from `zlaunch bench net`"),
+    _speed("--host_link", "GB/S", "Bandwidth between a GPU and host memory, per direction"),
+    _speed("--host_bandwidth", "GB/S", "Host memory bandwidth of a node"),
+    _speed("--nvme_read", "GB/S", "Read bandwidth of a node's drives, from `zlaunch bench io`"),
+    _speed("--nvme_write", "GB/S", "Write bandwidth of a node's drives"),
+    click.option(
+        "--measured",
+        multiple=True,
+        metavar="FILE",
+        help="Output of `zlaunch bench net --json` or `bench io --json`; repeatable.",
+    ),
+)
+"""Options of the command, in the order of its help."""
+_FIELDS = {
+    "tflops": ("compute", 1e12),
+    "link": ("link", 1e9),
+    "host_link": ("host_link", 1e9),
+    "host_bandwidth": ("host_memory", 1e9),
+    "nvme_read": ("nvme_read", 1e9),
+    "nvme_write": ("nvme_write", 1e9),
+}
+"""Maps an option to the field of Speeds, and to its unit."""
+
+
+def given_speeds(simulate: bool, files: Sequence[str], options: Mapping[str, float | None]) -> Speeds:
+    """Return the speeds of files and options, of which the options count. Raises click.UsageError."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not simulate and (given or files):
+        name = next(iter(given), "measured")
+        raise click.UsageError(f"--{name} goes with --simulate")
+    from dataclasses import replace
+
+    from zlaunch.runtime.errors import MemoryPlanError
+    from zlaunch.runtime.memory.step_time import speeds_of_reports
+
+    try:
+        read = speeds_of_reports({file: _report(file) for file in files})
+    except MemoryPlanError as error:
+        raise click.UsageError(f"--measured: {error}") from None
+    return replace(read, **{_FIELDS[name][0]: value * _FIELDS[name][1] for name, value in given.items()})
+
+
+def _report(file: str) -> Any:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return json.load(stream)
+    except OSError as error:
+        raise click.UsageError(f"--measured {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise click.UsageError(f"--measured {file} is not JSON: {error}") from None
+
+
+def missing_text(times: Sequence[StepTime]) -> str:
+    """Return which options the rows without a time need, empty where none does."""
+    lacking = {name for time in times for name in time.missing}
+    names = [f"--{option}" for option, (field, _) in _FIELDS.items() if field in lacking]
+    return f"?: not known without {', '.join(names)}" if names else ""
+
+
+# -- estimate ---------------------------------------------------------------------------------------
+
 
 _MISSING = "give MODEL with --input, --hf_config, or --params"
 _LEAST_COLUMNS = 130
@@ -193,8 +322,6 @@ def estimate(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
     )
     if plot:
-        from zlaunch.cli.estimate_plot import check_plot
-
         check_plot(plot)
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
@@ -206,12 +333,10 @@ def estimate(
         of_numbers,
         parse_shape,
     )
-    from zlaunch.runtime.memory.axes import of_one_rank
     from zlaunch.runtime.memory.estimate import GIB
-    from zlaunch.runtime.memory.model_sizes import from_function, from_hugging_face, from_numbers
+    from zlaunch.runtime.memory.model import from_function, from_hugging_face, from_numbers, of_one_rank
+    from zlaunch.runtime.memory.step_time import step_time, work_of_module, work_of_numbers
     from zlaunch.runtime.memory.trainer_config import as_command_line, trainer_config
-    from zlaunch.runtime.step_time.operations import work_of_module
-    from zlaunch.runtime.step_time.simulate import step_time, work_of_numbers
 
     set_level("error")  # what a model says while it is built belongs in no table
     if dtype in AUTOCAST and params is not None:
@@ -268,8 +393,6 @@ def estimate(
     if work is not None:
         times = [step_time(sizes, machines, each.choice, work, known, kind.itemsize) for each in found]
     if plot:
-        from zlaunch.cli.estimate_plot import write_plot
-
         write_plot(plot, _title(sizes, machines), found, machines)
     for note in notes if as_json or goal else ():
         click.echo(f"zlaunch estimate: {note}", err=True)
@@ -398,3 +521,68 @@ def _show(
         click.echo("s/step: the least time of a step with one micro-batch, if all that can overlap does")
     if lacking := missing_text(times):
         click.echo(lacking)
+
+
+# -- estimate plot ----------------------------------------------------------------------------------
+#
+# Draw what `zlaunch estimate` has found: the memory of a GPU at every stage and offload.
+
+
+def check_plot(path: str) -> None:
+    """Tell whether a file can be drawn: raises click.UsageError without matplotlib, for a suffix that it does
+    not know, and for a folder that is not there.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise click.UsageError("--plot needs matplotlib: pip install 'zlaunch[plot]'") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    suffix = Path(path).suffix
+    if suffix[1:].lower() not in kinds:
+        raise click.UsageError(
+            f"--plot {path}: unknown suffix {suffix!r}; use one of {', '.join(sorted(kinds))}"
+        )
+    if not Path(path).parent.is_dir():
+        raise click.UsageError(f"--plot {path}: no such folder")
+
+
+def write_plot(path: str, title: str, found: Sequence[Estimated], machines: Machines) -> None:
+    """Write stacked bars of all choices, the fastest first. Raises click.UsageError."""
+    from matplotlib.figure import Figure
+
+    from zlaunch.runtime.memory.choices import CONTEXT_BYTES
+    from zlaunch.runtime.memory.estimate import GIB
+
+    names = [
+        f"{each.choice.name}{', checkpointed' * each.choice.checkpointed}: {each.device / GIB:.1f} GiB"
+        for each in found
+    ]
+    parts = {
+        "parameters": [each.states.parameters.device for each in found],
+        "gradients": [each.states.gradients.device for each in found],
+        "optimizer": [each.states.optimizer.device for each in found],
+        "activations": [each.activations or 0 for each in found],
+    }
+    if machines.gpu_bytes is not None:
+        parts["CUDA itself"] = [CONTEXT_BYTES] * len(found)
+    figure = Figure(figsize=(13, 1.5 + 0.35 * len(found)), layout="constrained")
+    axes = figure.subplots()
+    start = [0.0] * len(found)
+    for part, amounts in parts.items():
+        sizes = [amount / GIB for amount in amounts]
+        axes.barh(names, sizes, left=start, label=part)
+        start = [before + size for before, size in zip(start, sizes, strict=True)]
+    if machines.gpu_bytes is not None:
+        # Bars far beyond what there is end at the edge: else nothing is seen of those that are near it.
+        axes.set_xlim(0, min(1.05 * max(start), 3 * machines.gpu_bytes / GIB))
+        axes.axvline(machines.gpu_bytes / GIB, color="black", linestyle="--", label="--gpu_mem")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB of a GPU")
+    figure.suptitle(title)
+    if any(each.activations is None for each in found):
+        figure.supxlabel("activations are not known", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=len(parts) + 1)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise click.UsageError(f"--plot {path}: {error.strerror}") from None

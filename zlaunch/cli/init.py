@@ -69,7 +69,7 @@ def init(
     """
     from zlaunch.runtime.config import json_schema
     from zlaunch.runtime.memory.trainer_config import as_command_line, as_keywords, trainer_config
-    from zlaunch.system.devices import discover
+    from zlaunch.system.machine import discover
 
     batch_file = f"{Path(config).stem}.sbatch" if _has_slurm(partition, time) else None
     for file in (config, batch_file):
@@ -171,8 +171,8 @@ def _config(
     from zlaunch.runtime.memory import choices
     from zlaunch.runtime.memory.activations import of_numbers
     from zlaunch.runtime.memory.estimate import GIB
-    from zlaunch.runtime.memory.model_sizes import from_numbers
-    from zlaunch.runtime.rank_mesh import MeshShape
+    from zlaunch.runtime.memory.model import from_numbers
+    from zlaunch.runtime.mesh import MeshShape
 
     axes = MeshShape(nodes * count)
     samples = f'{{\n  "train_batch_size": {batch},  // samples per optimizer step, over all GPUs'

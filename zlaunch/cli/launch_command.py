@@ -61,7 +61,7 @@ class Launch(Command):
         """Add the flags of other launchers. Return whether they were missing."""
         if any(parameter.name == OTHER_FLAGS for parameter in self.params):
             return False
-        from zlaunch.cli.torchrun_flags import torchrun_flags
+        from zlaunch.cli.flags import torchrun_flags
 
         self.params += torchrun_flags()
         return True

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from zlaunch.cli.commands import count_option, option, seconds_option
-from zlaunch.cli.deepspeed_flags import deepspeed_flags, take_launcher
+from zlaunch.cli.flags import deepspeed_flags, take_launcher
 from zlaunch.launchers.registry import NAMED
 from zlaunch.plan.options import COMPAT_CHOICES
 

@@ -14,9 +14,9 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option
 from zlaunch.plan.checks import parse_ranks
-from zlaunch.queue.ending import settle
+from zlaunch.queue.daemon import settle
 from zlaunch.supervisor.found_runs import find_run, meant
-from zlaunch.supervisor.rank_logs import OLDER, LogPiece, LogReader, times_path
+from zlaunch.supervisor.run_files import OLDER, LogPiece, LogReader, times_path
 from zlaunch.view.console import Console
 
 _POLL_S = 0.1

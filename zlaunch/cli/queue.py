@@ -32,7 +32,7 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
     """List your queued and running jobs, in zlaunch's queue on this machine or in SLURM."""
     if choose_queue(chosen_queue) == "slurm":
         return _show_slurm(as_json=as_json, show_all=show_all)
-    from zlaunch.queue.ending import settle_queue
+    from zlaunch.queue.daemon import settle_queue
     from zlaunch.queue.job_text import JOB_COLUMNS, job_row
 
     store, folder = _open()
@@ -60,8 +60,8 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
 
 
 def _open() -> tuple[Store, Path]:
+    from zlaunch.queue.daemon import queue_folder
     from zlaunch.queue.store import Store
-    from zlaunch.queue.wake import queue_folder
 
     folder = queue_folder()
     return Store(folder), folder
@@ -137,8 +137,7 @@ def _cancel_in_slurm(jobs: Sequence[str]) -> None:
 
 
 def _cancel_in_own_queue(runs: Sequence[str]) -> int:
-    from zlaunch.queue.ending import cancel_job
-    from zlaunch.queue.wake import ensure_daemon
+    from zlaunch.queue.daemon import cancel_job, ensure_daemon
 
     store, folder = _open()
     asked = []
@@ -159,7 +158,7 @@ def _cancel_in_own_queue(runs: Sequence[str]) -> int:
 
 def _find(store: Store, texts: Sequence[str]) -> list[Job]:
     """Return the jobs that were named, by number or as runs. Raises LaunchError."""
-    from zlaunch.queue.ending import settle
+    from zlaunch.queue.daemon import settle
     from zlaunch.supervisor.found_runs import find_run, meant
 
     found = []

@@ -21,10 +21,9 @@ import zlaunch as zlaunch_package
 from zlaunch import __version__
 from zlaunch.cli.main import main as zlaunch
 from zlaunch.errors import LaunchError
-from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.daemon import Attempt, ensure_daemon
 from zlaunch.queue.start_request import StartRequest
-from zlaunch.queue.wake import ensure_daemon
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.system.processes import signal_name
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -64,7 +63,7 @@ def main() -> int:
         _ignore_signals()
         code = _code_of(stopped, arguments)
     try:
-        attempt.end(run_record.own_end(arguments[arguments.index("--run_dir") + 1], code))
+        attempt.end(run_folder.own_end(arguments[arguments.index("--run_dir") + 1], code))
     except OSError as error:  # the daemon that has started this process sees its exit code
         print(f"zlaunch: warning: the queue's folder {folder}: {error.strerror}", file=sys.stderr)
     os.close(request.lock)
@@ -111,7 +110,7 @@ def _ignore_signals() -> None:
 def _code_of(stopped: _Stopped, arguments: list[str]) -> int:
     """Return the exit code of a launcher that a signal has stopped before the run, or right after its end."""
     run_dir = arguments[arguments.index("--run_dir") + 1]
-    record = run_record.read(run_dir)
+    record = run_folder.read(run_dir)
     if record is not None and record.pid == os.getpid() and record.exit_code is not None:
         return int(record.exit_code)
     print(f"zlaunch: stopped by {signal_name(stopped.signum)} before the run began", file=sys.stderr)

@@ -16,7 +16,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.plan.options import python_there
 from zlaunch.plan.plan import NOT_SHOWN, secret_word
 from zlaunch.runtime.trust import Folder
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.supervisor.provenance import PROVENANCE, VERSION
 
@@ -88,7 +88,7 @@ class _Line(NamedTuple):
 
 def _read(run: FoundRun) -> _Recorded:
     """Read the record of a run. Raises LaunchError."""
-    known = run_record.read_json(run.path / PROVENANCE)
+    known = run_folder.read_json(run.path / PROVENANCE)
     words = known.get("command")
     cwd = known.get("cwd")
     if not known and not os.path.lexists(run.path / PROVENANCE):
@@ -147,8 +147,8 @@ def _parse(words: Sequence[str]) -> _Line:
 
 def _names(option: str) -> list[str]:
     """Return the names of an option without dashes: zlaunch's, and the flags of other launchers for it."""
+    from zlaunch.cli.flags import SAME
     from zlaunch.cli.run import run as launch
-    from zlaunch.cli.torchrun_flags import SAME
 
     own = next(each.opts for each in launch.params if each.name == option)
     return [name.lstrip("-") for name in own] + [flag for flag, ours in SAME.items() if ours == option]

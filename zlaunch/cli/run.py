@@ -24,7 +24,7 @@ from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
 from zlaunch.launchers.base import unseen_gpus
 from zlaunch.plan.options import Options, python_there
-from zlaunch.system.devices import discover
+from zlaunch.system.machine import discover
 from zlaunch.system.processes import signal_name
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
         given[name] = None if given[name] == "None" else given[name]
     if OTHER_FLAGS in given:
-        from zlaunch.cli.torchrun_flags import take_flags
+        from zlaunch.cli.flags import take_flags
 
         given |= {**take_flags(given), "num_processes": given["num_processes"]}
     for note in given.get("notes", ()) if not given["quiet"] else ():
@@ -136,7 +136,7 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
     if given["include"] is not None and given["exclude"] is not None:
         raise click.UsageError("--include and --exclude cannot be used together")
-    from zlaunch.launchers.pods import take_pod
+    from zlaunch.launchers.found import take_pod
     from zlaunch.plan import checks
     from zlaunch.slurm.commands import own_allocation
 
@@ -284,15 +284,15 @@ def _note_refusal(given: Mapping[str, Any], error: NodeError) -> None:
     """Write down that a queued run was refused before it began: its host may have lost a GPU since it was
     submitted. Then the queue tries another one.
     """
-    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.end import End
 
     run_dir = given["run_dir"]
     run_id = given["run_id"]
-    known = None if run_dir is None or not run_record.is_queued(run_dir) else run_record.read(run_dir)
+    known = None if run_dir is None or not run_folder.is_queued(run_dir) else run_folder.read(run_dir)
     if known is not None and known.run_id == run_id and not given["dry_run"]:
-        run_record.begun(run_dir, run_id, [error.host], 0, given["first_attempt"])
-        run_record.ended(run_dir, End.refused_by([error]))
+        run_folder.begun(run_dir, run_id, [error.host], 0, given["first_attempt"])
+        run_folder.ended(run_dir, End.refused_by([error]))
 
 
 def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
@@ -327,7 +327,7 @@ def _take_number(arrival: Arrival, given: Mapping[str, Any]) -> tuple[int, bool]
 
 
 def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> int:
-    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.job import Limits, run_job
     from zlaunch.supervisor.provenance import Provenance
     from zlaunch.supervisor.run_folder import drop_unused, make_run_dir, point_latest
@@ -386,7 +386,7 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
     if plan is not None and all(worker.rank for node in plan.nodes for worker in node.workers):
         provenance = None  # the launcher of rank 0 writes it
     else:
-        record = run_record.read(run_dir)
+        record = run_folder.read(run_dir)
         command = record.command if record is not None else ()
         provenance = Provenance(launcher.options, command, given["first_attempt"])
         provenance.begin()
@@ -398,13 +398,13 @@ def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> i
 
 def _begin(launcher: Launcher, attempt: int = 0) -> None:
     """Record that this process runs the launch."""
-    from zlaunch.supervisor import run_record
-    from zlaunch.supervisor.run_record import Labels
+    from zlaunch.supervisor import run_folder
+    from zlaunch.supervisor.run_folder import Labels
 
     o = launcher.options
     plan = launcher.known_plan()
     world = plan.world_size if plan is not None else 0
-    run_record.begun(o.run_dir, o.run_id, launcher.hosts, world, attempt, labels=Labels(o.name, o.tags))
+    run_folder.begun(o.run_dir, o.run_id, launcher.hosts, world, attempt, labels=Labels(o.name, o.tags))
 
 
 def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:

@@ -7,21 +7,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zlaunch.cli.clean import clean_up
-from zlaunch.cli.commands import SETTINGS, Command, seconds_option
+from zlaunch.cli.commands import SETTINGS, Command, count_option, seconds_option
+from zlaunch.cli.logs import offset_of_last
 from zlaunch.cli.short_command import short_commands
 from zlaunch.errors import LaunchError
 from zlaunch.plan.checks import parse_ranks
-from zlaunch.queue.ending import settle, settle_all
-from zlaunch.supervisor import run_record
-from zlaunch.supervisor.event_file import EventFile
+from zlaunch.queue.daemon import settle, settle_all
+from zlaunch.runtime.trust import Folder
+from zlaunch.supervisor import run_folder
+from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.found_runs import (
     DEFAULT_FOLDER,
     FoundRun,
@@ -31,11 +32,134 @@ from zlaunch.supervisor.found_runs import (
     find_run,
     look_into,
     meant,
+    own_pids,
     read_ranks,
 )
 from zlaunch.supervisor.hang import Stand, note_standing, where
-from zlaunch.supervisor.rank_logs import log_path
+from zlaunch.supervisor.run_files import OLDER, TIMES, EventFile, log_path
+from zlaunch.supervisor.run_folder import QUEUE_FOLDER, is_locked
 from zlaunch.system.processes import Process, kill, start_ticks
+from zlaunch.view.progress import RunProgress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+# -- clean ------------------------------------------------------------------------------------------
+#
+# `zlaunch ps --clean`: remove what runs that have ended have left, and nothing else.
+
+
+_OURS = (
+    "launcher.json",
+    "plan.json",
+    "events.jsonl",
+    "config.effective.json",
+    "batches.json",
+    "checkpoint.json",
+    "provenance.json",
+    "packages.txt",
+    "git.diff",
+    "script_copy*",
+    *(f"logs/{folder}rank_*.log{older}" for folder in ("", f"{TIMES}/") for older in ("", OLDER)),
+    *("logs/agent_*.log", "logs/error_*.json", CONSOLE_LOG, f"{QUEUE_FOLDER}/[0-9]*.*"),
+)
+"""What zlaunch writes into a run's folder; all else there is the user's. launcher.json goes last, so that a
+folder that could not be emptied stays a run.
+"""
+
+
+def clean_up(runs: Sequence[FoundRun], refused: Mapping[Path, str], *, yes: bool) -> int:
+    """List the runs that have ended, ask, and remove them; return the exit code. `refused` runs stay."""
+    for path, reason in refused.items():
+        print(f"{path}: stays: it {reason}")
+    chosen = []
+    for run in runs:
+        why = _kept_because(run)
+        if why is None:
+            chosen.append(run)
+            print(f"{run.path}: {run.state}, {_size(run.path)}, logs and all")
+        elif run.state not in ("running", "queued"):
+            print(f"{run.path}: {run.state}, stays: {why}")
+    if not chosen:
+        print("nothing to remove")
+        return 0
+    plural = "s" if len(chosen) > 1 else ""
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError(f"--clean: add --yes to remove the {len(chosen)} run{plural} listed above")
+        if not click.confirm(f"Remove the {len(chosen)} run{plural}?"):
+            return 1
+    for run in chosen:
+        _remove(run)
+    print(f"removed {len(chosen)} run{plural}")
+    return 0
+
+
+def _kept_because(run: FoundRun) -> str | None:
+    """Return why a run must stay, or None."""
+    if run.state == "queued":
+        return "it is in the queue"
+    if run.record.ended is None:
+        if run.is_elsewhere:
+            return f"only {run.record.host} can tell whether it has ended: run zlaunch ps --clean there"
+        if run.state == "running":
+            return "it is going on"
+    if is_locked(run.path):
+        return "a launch has just begun there"
+    if alive := own_pids(run):
+        return f"process {alive[0]} of it is still alive"
+    job = run_folder.read_json(run.path / run_folder.CHECKPOINT).get("job")
+    return f"SLURM job {job} goes on from it if it is requeued; otherwise remove it by hand" if job else None
+
+
+def _ours(folder: Path) -> list[Path]:
+    return [path for pattern in _OURS for path in folder.glob(pattern)]
+
+
+def _size(folder: Path) -> str:
+    size = float(sum(path.lstat().st_size for path in _ours(folder)))
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _remove(run: FoundRun) -> None:
+    """Remove our files, and the folders that are empty then. Raises click.UsageError."""
+    now = run_folder.read(run.path)
+    if now is None or now.pid != run.record.pid or now.started != run.record.started:
+        print(f"{run.path}: stays: another run has begun there")
+        return
+    try:
+        with Folder(run.path) as folder_checked:
+            ours = _ours(folder_checked.path)
+            for path in sorted(ours, key=lambda path: path.name == "launcher.json"):
+                path.unlink()
+        above = run.path.absolute().parent
+        group = (above,) if above.name == "runs" or above.name.startswith("slurm-") else ()
+        latest = above / "latest"
+        for folder in (
+            run.path / "logs" / TIMES,
+            run.path / "logs",
+            run.path / QUEUE_FOLDER,
+            run.path,
+            *group,
+        ):
+            if folder == above and latest.is_symlink() and not latest.exists():
+                latest.unlink()
+            if folder.is_dir() and not folder.is_symlink() and not os.listdir(folder):
+                folder.rmdir()
+    except OSError as error:
+        raise click.UsageError(f"--clean: {error.filename}: {error.strerror}") from None
+    if run.path.is_dir():
+        others = sorted(path.name for path in run.path.iterdir())
+        print(f"{run.path}: {', '.join(others)} stay{'s' * (len(others) == 1)}: not zlaunch's")
+
+
+# -- runs -------------------------------------------------------------------------------------------
+
 
 _POLL_S = 0.05
 _LEAST_COMMAND = 40
@@ -110,7 +234,7 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
         Path(DEFAULT_FOLDER, folder, "launcher.json")
     ):
         path = Path(DEFAULT_FOLDER, folder)
-    known = run_record.read(path)
+    known = run_folder.read(path)
     if known is not None:
         run = settle(FoundRun(path.name or str(path), path, known))
         if clean:
@@ -239,7 +363,7 @@ def stop(run: str, name: str | None, timeout: float) -> int:
             print(f"zlaunch stop: error: {_not_ended(run, chosen, timeout)}", file=sys.stderr)
             return 1
         time.sleep(_POLL_S)
-    after = run_record.read(found.path)
+    after = run_folder.read(found.path)
     if after is None or after.ended is None:
         print(f"{run}: launcher killed; its agents stop the workers")
     else:
@@ -269,7 +393,7 @@ def stacks(run: str, chosen: str | None) -> int:
     """
     run = meant(run)
     found = _living(run, "stacks")
-    if not run_record.read_json(found.path / "plan.json").get("python", True):
+    if not run_folder.read_json(found.path / "plan.json").get("python", True):
         raise click.UsageError(f"{run} was started with --no_python: the program has no Python stacks")
     ranks = {rank.rank: rank for rank in read_ranks(found)}
     if not ranks:
@@ -346,3 +470,130 @@ def _read_from(path: Path, offset: int) -> bytes:
             return file.read()
     except OSError:
         return b""
+
+
+# -- attach -----------------------------------------------------------------------------------------
+#
+# `zlaunch attach` and `wait`: see what a detached run shows, and wait for the end of any run.
+
+
+_ATTACH_POLL_S = 0.1
+_BLOCK_BYTES = 1 << 16
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show the console of a detached run.")
+@click.argument("run", metavar="[RUN]", default="last")
+@count_option("-n", "--lines", low=0, default=100, show_default=True, help="Earlier lines to show first.")
+def attach(run: str, lines: int) -> int:
+    """Show the console of RUN, which was started with --detach, until the run ends.  [default: last]
+
+    Ctrl-C leaves the run alone. The exit code is the run's.
+    """
+    found = _here(meant(run), "attach")
+    path = found.path / CONSOLE_LOG
+    if not path.exists():
+        raise click.UsageError(
+            f"{run} was not started with --detach: follow its output with `zlaunch logs -f {run}`"
+        )
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset_of_last(path, lines))
+            while True:
+                has_ended = settle(found.now()).has_ended  # asked first: what comes afterwards is still read
+                while block := file.read(_BLOCK_BYTES):
+                    sys.stdout.buffer.write(block)
+                sys.stdout.flush()
+                if has_ended:
+                    return _exit_code(found.now())
+                time.sleep(_ATTACH_POLL_S)
+    except KeyboardInterrupt:
+        print(f"\nzlaunch: {found.name} goes on; to end it: zlaunch stop {found.name}", file=sys.stderr)
+        return 130
+
+
+@click.command(
+    cls=Command, context_settings=SETTINGS, short_help="Wait until a run ends and exit with its code."
+)
+@click.argument("run", metavar="[RUN]", default="last")
+@seconds_option("--timeout", "Give up after this many seconds, with exit code 124.", low=0)
+def wait(run: str, timeout: float | None) -> int:
+    """Wait until RUN ends and exit with its exit code.  [default: last]"""
+    found = _here(meant(run), "wait")
+    deadline = None if timeout is None else time.monotonic() + timeout
+    has_warned = False
+    while not (now := settle(found.now())).has_ended:
+        if now.note and not has_warned:  # nobody will start it
+            print(f"zlaunch wait: warning: {run} {now.shown_state}", file=sys.stderr)
+            has_warned = True
+        if deadline is not None and time.monotonic() >= deadline:
+            print(f"zlaunch wait: error: {run} has not ended within {timeout:g} s", file=sys.stderr)
+            return 124
+        time.sleep(_ATTACH_POLL_S)
+    return _exit_code(found.now())
+
+
+def _here(text: str, command: str) -> FoundRun:
+    """Return a run whose end can be seen on this host. Raises click.UsageError."""
+    found = settle(find_run(text))
+    if found.record.ended is None and found.is_elsewhere and not found.has_ended:
+        job = found.record.slurm_job
+        reach = f"srun --overlap --pty --jobid {job} -n1" if job else f"ssh -t {found.record.host}"
+        there = f"{reach} {sys.executable} -m zlaunch {command} {found.path.absolute()}"
+        raise click.UsageError(f"the launcher of {text} is on {found.record.host}: {there}")
+    return found
+
+
+def _exit_code(found: FoundRun) -> int:
+    """Return the exit code of a run that has ended."""
+    if (end := found.record.end) is not None:
+        if end.cause != "finished":
+            print(f"zlaunch: {found.name}: {end.words} (exit code {end.code})", file=sys.stderr)
+        return end.code
+    where = os.path.relpath(found.path)
+    print(f"zlaunch: error: {where}: the launcher was killed and wrote no exit code", file=sys.stderr)
+    return 1
+
+
+# -- watch ------------------------------------------------------------------------------------------
+#
+# `zlaunch watch`: show a run as it stands, until it ends.
+
+
+_WATCH_POLL_S = 0.5
+_MANY = 1000
+"""Lines of a picture that is no screen."""
+
+
+@click.command(cls=Command, context_settings=SETTINGS, short_help="Show a run's progress until it ends.")
+@click.argument("run", metavar="[RUN]", default="last")
+@click.option("--once", is_flag=True, help="Print the progress once.")
+def watch(run: str, once: bool) -> int:
+    """Show progress, loss, speed, step times and ranks of RUN.  [default: last]
+
+    Ctrl-C does not stop the run. From another machine, use ssh -t HOST zlaunch watch RUN.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    found = find_run(meant(run))
+    events = EventFile(found.path / "events.jsonl")
+    progress = RunProgress()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    if once or not console.is_terminal or found.state.startswith(("ended", "gone")):
+        progress.take_all(events.read())
+        console.print(_draw(found, progress, _MANY))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            state = settle(found.now()).state  # asked first: what comes afterwards is still read
+            progress.take_all(events.read())
+            live.update(_draw(found, progress, console.height), refresh=True)
+            if state.startswith(("ended", "gone")):
+                return 0
+            time.sleep(_WATCH_POLL_S)
+
+
+def _draw(run: FoundRun, progress: RunProgress, height: int) -> RenderableType:
+    from zlaunch.view.live import draw
+
+    return draw(progress, run.name, run.now().shown_state, time.time(), height)

@@ -147,12 +147,12 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     Raises click.UsageError and LaunchError.
     """
     from zlaunch.cli.run import prepare
-    from zlaunch.queue.demand import find_demand
+    from zlaunch.queue.daemon import check_daemon, queue_folder
     from zlaunch.queue.process_settings import ProcessSettings
+    from zlaunch.queue.schedule import find_demand
     from zlaunch.queue.store import QueuedJob, Store, Submission
-    from zlaunch.queue.wake import check_daemon, queue_folder
     from zlaunch.slurm.script import time_limit_s
-    from zlaunch.supervisor import run_record
+    from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.detach import CONSOLE_LOG
     from zlaunch.supervisor.end import End
     from zlaunch.supervisor.found_runs import find_run, meant
@@ -208,21 +208,21 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
                 f"--run_dir {given['run_dir']}: the folder already contains a run: use another one"
             )
         nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
-        labels = run_record.Labels(o.name, o.tags)
-        run_record.queued(str(path), o.run_id, nodes, workers, line, labels)
+        labels = run_folder.Labels(o.name, o.tags)
+        run_folder.queued(str(path), o.run_id, nodes, workers, line, labels)
         (path / CONSOLE_LOG).touch()
         os.close(lock)  # the next to hold it is the run's launcher
         try:
             job = known.add(submission, environ)
         except BaseException:
-            run_record.left_queue(path, End(2, "refused"))
+            run_folder.left_queue(path, End(2, "refused"))
             raise
     return job, path
 
 
 def _told(job: int, path: Path, *, quiet: bool) -> int:
     """Say what the run is called, and have it started."""
-    from zlaunch.queue.wake import queue_folder, replace_older_daemon
+    from zlaunch.queue.daemon import queue_folder, replace_older_daemon
     from zlaunch.supervisor.detach import ended_at_logout
     from zlaunch.supervisor.run_folder import name_of
 

@@ -14,8 +14,7 @@ from zlaunch.cli.commands import SETTINGS, Command, count_option
 from zlaunch.errors import LaunchError
 
 if TYPE_CHECKING:
-    from zlaunch.tuning.results import TuningResults
-    from zlaunch.tuning.search import Space, Trial
+    from zlaunch.tuning.search import Space, Trial, TuningResults
     from zlaunch.tuning.trial import TrialLimits, TunedCommand
     from zlaunch.tuning.variants import BatchSizes, Variant
 
@@ -43,7 +42,7 @@ def tune(steps: int, warmup: int, time_limit: float, folder: str, command: tuple
     SCRIPT must take its config as --config, --deepspeed_config or --deepspeed FILE. All trials have the same
     global batch size. Ctrl-C keeps the best config so far. The same command resumes the search.
     """
-    from zlaunch.tuning.results import TuningResults
+    from zlaunch.tuning.search import TuningResults
     from zlaunch.tuning.trial import TrialLimits
 
     tuned = _tuned_command(command)
@@ -126,14 +125,14 @@ class _Tuning:
             click.echo("offload was not tried: what was tried fits without it")
 
     def _space(self) -> Space:
-        from zlaunch.supervisor import run_record
+        from zlaunch.supervisor import run_folder
         from zlaunch.tuning.search import Space
         from zlaunch.tuning.trial import read_batch, read_rows
         from zlaunch.tuning.variants import given_placement
 
         first = self.results.folder / "runs" / "001"
         self.batch = read_batch(first)
-        record = run_record.read(first)
+        record = run_folder.read(first)
         world = record.world_size if record is not None else 1
         placement = given_placement(self.raw)
         key = "train_micro_batch_size_per_gpu"

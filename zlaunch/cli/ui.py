@@ -13,7 +13,7 @@ import click
 
 from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.errors import LaunchError
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import DEFAULT_FOLDER
 
 
@@ -41,7 +41,7 @@ def ui(folder: str, host: str, port: int, allow_remote: bool, no_browser: bool) 
 
     check_installed()
     path = Path(folder)
-    if run_record.read(path) is not None:
+    if run_folder.read(path) is not None:
         raise LaunchError(f"{folder} is one run: zlaunch ui {path.parent} shows its folder")
     if folder != DEFAULT_FOLDER and not path.is_dir():
         raise LaunchError(f"there is no folder {folder!r}")

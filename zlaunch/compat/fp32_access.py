@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zlaunch.runtime.backward_step.reducer import SteppingReducer, check_step
 from zlaunch.runtime.checkpoint.format.manifest import VALUE
 from zlaunch.runtime.checkpoint.shard_io import (
     AS_MASTER,
@@ -24,13 +23,14 @@ from zlaunch.runtime.checkpoint.shard_io import (
     take_state,
     take_values,
 )
+from zlaunch.runtime.comm.nodes import divides_layers, has_groups
 from zlaunch.runtime.engine import Engine, engine_of
 from zlaunch.runtime.errors import UnsupportedError
-from zlaunch.runtime.mesh.choice import divides_layers, has_groups
-from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
-from zlaunch.runtime.registry.uncorrected_adam import UncorrectedAdam
+from zlaunch.runtime.optim.in_backward import SteppingReducer, check_step
+from zlaunch.runtime.optim.step import ShardedOptimizer
+from zlaunch.runtime.optim.uncorrected_adam import UncorrectedAdam
 from zlaunch.runtime.zero.layout import Slot
-from zlaunch.runtime.zero.ownership import STATES
+from zlaunch.runtime.zero.placeholder import STATES
 from zlaunch.runtime.zero.reduce import GradientReducer
 from zlaunch.runtime.zero.unit import Unit, owner_of
 

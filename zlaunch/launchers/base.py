@@ -9,23 +9,29 @@ import os
 import signal
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from zlaunch.plan.build import make_plan
-from zlaunch.plan.facts import NodeSpec, RunFacts
+from zlaunch.errors import LaunchError
+from zlaunch.hostfiles import filters
+from zlaunch.hostfiles.grammar import HostEntry
 from zlaunch.plan.options import Options
-from zlaunch.plan.plan import NodePlan, Part, Plan
+from zlaunch.plan.plan import NodePlan, NodeSpec, Part, Plan, RunFacts, make_plan
 from zlaunch.supervisor.job import Job
-from zlaunch.supervisor.run_record import first_batches, resume_folder
+from zlaunch.supervisor.run_folder import first_batches, resume_folder
 from zlaunch.system.processes import python_module_argv
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
     from zlaunch.supervisor.end import End
     from zlaunch.supervisor.verdict import Outcome
+
+
+# -- base -------------------------------------------------------------------------------------------
+
 
 FOR_SSH = ("ssh_port", "ssh_config", "ssh_accept_new")
 FOR_SEVERAL_NODES = (*FOR_SSH, "iface", "remote_python", "venv", "min_nodes", "spares", "exclude_unhealthy")
@@ -152,3 +158,78 @@ class Launcher(Job):
     def agent_log(self, host: str) -> Path:
         """Return the file for the stderr of a host's agent."""
         return Path(self.options.run_dir, "logs", f"agent_{host}.log")
+
+
+# -- selection --------------------------------------------------------------------------------------
+#
+# Choose hosts and slots: what a hostfile or an allocation names, less what the filters leave out.
+
+
+class HostSelection:
+    """Holds the hosts that were named, and the slots chosen on them as soon as these are known."""
+
+    def __init__(self, options: Options, entries: Sequence[HostEntry]) -> None:
+        """Choose the slots if the entries say how many there are. Raises LaunchError."""
+        self.options = options
+        if options.num_gpus is not None:  # CPU workers: as many as asked for
+            entries = [entry if entry.slots else replace(entry, slots=options.num_gpus) for entry in entries]
+        self.entries = {entry.host: entry for entry in entries}
+        self.chosen: filters.Pool | None = None
+        """Host -> slots; None while some hosts' slots have to be asked for."""
+        self.apply_filters()
+
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts to connect to."""
+        return tuple(self.chosen if self.chosen is not None else self._left_hosts())
+
+    def _left_hosts(self) -> list[str]:
+        """Return the hosts that the filters leave, whatever their slots."""
+        o = self.options
+        names = list(self.entries)
+        if o.include is not None:
+            with _naming("--include", o.include):
+                wanted = _known(o.include, names)
+            names = [host for host in names if host in wanted]
+        if o.exclude is not None:
+            with _naming("--exclude", o.exclude):
+                unwanted = _known(o.exclude, names)
+            names = [host for host in names if unwanted.get(host, frozenset()) is not None]
+        if o.num_nodes is not None:
+            if o.num_nodes > len(names):
+                raise LaunchError(f"--num_nodes {o.num_nodes}: there are {len(names)} hosts")
+            names = names[: o.num_nodes]
+        return names
+
+    def apply_filters(self, found: Mapping[str, int] = {}) -> None:
+        """Choose the slots if every host's number is known: from its entry, or as found there."""
+        pool: filters.Pool = {}
+        for host in self._left_hosts():
+            slots = self.entries[host].slots if self.entries[host].slots is not None else found.get(host)
+            if slots is None:
+                return
+            pool[host] = tuple(range(slots))
+        o = self.options
+        if o.include is not None:
+            with _naming("--include", o.include):
+                pool = filters.include(pool, filters.parse(o.include))
+        elif o.exclude is not None:
+            with _naming("--exclude", o.exclude):
+                kept = {host: slots for host, slots in filters.parse(o.exclude).items() if host in pool}
+                pool = filters.exclude(pool, kept)
+        self.chosen = filters.limit(pool, o.num_gpus)
+
+
+@contextmanager
+def _naming(option: str, text: str) -> Iterator[None]:
+    """Add the option to the text of a filter's error."""
+    try:
+        yield
+    except filters.FilterError as error:
+        raise LaunchError(f"{option} {text!r}: {error}") from None
+
+
+def _known(text: str, names: Sequence[str]) -> filters.Selection:
+    """Read a filter whose hosts are all among these. Raises FilterError."""
+    selection = filters.parse(text)
+    filters.include(dict.fromkeys(names, (0,)), dict.fromkeys(selection))
+    return selection

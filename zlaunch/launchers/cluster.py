@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
-from zlaunch.launchers.base import NEEDS_DEBUGPY, Launcher
-from zlaunch.launchers.batch_systems import read_job
-from zlaunch.launchers.selection import HostSelection
-from zlaunch.plan.facts import NodeSpec
-from zlaunch.plan.forwarded_env import forwarded_env
-from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port
-from zlaunch.plan.plan import Plan
+from zlaunch.launchers.base import NEEDS_DEBUGPY, HostSelection, Launcher
+from zlaunch.launchers.found import read_job
+from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port, forwarded_env
+from zlaunch.plan.plan import NodeSpec, Plan
 from zlaunch.plan.world_sizes import possible_world_sizes
 from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
 
@@ -25,6 +22,9 @@ if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
     from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
     from zlaunch.transports import Transport
+
+
+# -- cluster ----------------------------------------------------------------------------------------
 
 
 class ClusterLauncher(Launcher):
@@ -170,3 +170,20 @@ class ClusterLauncher(Launcher):
     def _chosen(self) -> dict[str, tuple[int, ...]]:
         assert self.selection.chosen is not None
         return self.selection.chosen
+
+
+# -- openmpi ----------------------------------------------------------------------------------------
+#
+# Run on the hosts of a hostfile, each reached by Open MPI's mpirun.
+
+
+class OpenMpiLauncher(ClusterLauncher):
+    """Starts one mpirun for each host."""
+
+    name = "openmpi"
+
+    def open_transport(self, host: str) -> Transport:
+        """Start the agent of a host. Raises NodeError."""
+        from zlaunch.transports.local import mpirun_prefix, open_command
+
+        return open_command(host, mpirun_prefix(host), self.options.python, self.agent_log(host))

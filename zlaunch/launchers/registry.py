@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.batch_systems import read_job
+from zlaunch.launchers.found import read_job
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, own_names
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 LOCAL, SSH, SLURM = "local", "ssh", "slurm"
 _SRUN_TASK, _MANUAL = "step", "hand"
 NAMED = {
-    LOCAL: "local:LocalLauncher",
+    LOCAL: "this_node:LocalLauncher",
     SSH: "ssh:SshLauncher",
     "openssh": "ssh:OpenSshLauncher",
     SLURM: "slurm:SlurmLauncher",
-    "openmpi": "openmpi:OpenMpiLauncher",
+    "openmpi": "cluster:OpenMpiLauncher",
 }
 """Name for --launcher -> the launcher's `module:class`."""
-_IMPLIED = {_SRUN_TASK: "srun_task:SrunTaskLauncher", _MANUAL: "manual:ManualLauncher"}
+_IMPLIED = {_SRUN_TASK: "slurm:SrunTaskLauncher", _MANUAL: "this_node:ManualLauncher"}
 """Launchers that follow from the environment or other options."""
 
 

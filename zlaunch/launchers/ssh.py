@@ -31,7 +31,7 @@ class SshLauncher(ClusterLauncher):
     def open_transport(self, host: str) -> Transport:
         """Start the agent of a host. Raises NodeError."""
         from zlaunch.transports.local import open_local
-        from zlaunch.transports.ssh_config import resolve
+        from zlaunch.transports.ssh import resolve
 
         entry, o = self.selection.entries[host], self.options
         if host in own_names() and entry.user is None and entry.port is None:
@@ -50,8 +50,7 @@ class SshLauncher(ClusterLauncher):
             return self._open_by_program(host, port, settings.timeout_s)
 
     def _open_by_program(self, host: str, port: int | None, timeout_s: float) -> Transport:
-        from zlaunch.transports.openssh import open_openssh
-        from zlaunch.transports.ssh import remote_command
+        from zlaunch.transports.ssh import open_openssh, remote_command
 
         o = self.options
         return open_openssh(

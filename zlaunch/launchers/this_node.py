@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
-from zlaunch.launchers.base import NEEDS_DEBUGPY, Launcher
-from zlaunch.plan.facts import NodeSpec
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Plan
+from zlaunch.hostfiles import filters, grammar
+from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_DEBUGPY, NEEDS_NODES, HostSelection, Launcher
+from zlaunch.plan.options import Options, own_names
+from zlaunch.plan.plan import NodeSpec, Part, Plan
 from zlaunch.supervisor.nodes import SLOW_S, Link, Node
-from zlaunch.system.facts import has_debugpy
+from zlaunch.system.machine import Devices, discover, has_debugpy
 from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
     from zlaunch.supervisor.nodes import Left, Rendezvous, Say
+
+
+# -- this node --------------------------------------------------------------------------------------
 
 
 class ThisNodeLauncher(Launcher):
@@ -55,7 +61,7 @@ class ThisNodeLauncher(Launcher):
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start the agent, once the rendezvous address is known to the network."""
-        from zlaunch.system.facts import own_facts
+        from zlaunch.system.machine import own_facts
 
         o = self.options
         try:
@@ -84,7 +90,7 @@ class ThisNodeLauncher(Launcher):
         self, host: str, slots: Sequence[int], tokens: Sequence[str], env: Mapping[str, str]
     ) -> NodeSpec:
         """Describe this machine with the chosen slots; `tokens` are its GPUs, none for CPU workers."""
-        from zlaunch.system.facts import cores_by_numa
+        from zlaunch.system.machine import cores_by_numa
 
         cores = cores_by_numa()
         return NodeSpec(
@@ -115,3 +121,139 @@ def _await_address(host: str, timeout_s: float, say: Say) -> None:
             if now - started >= SLOW_S:
                 say(f"an address of {host}", now - started)
             time.sleep(min(0.5, timeout_s))
+
+
+# -- local ------------------------------------------------------------------------------------------
+#
+# Run on this machine alone.
+
+
+class LocalLauncher(ThisNodeLauncher):
+    """Runs on the slots of this machine that --num_gpus or a filter has chosen."""
+
+    name = "local"
+    refuses = dict.fromkeys(FOR_SEVERAL_NODES, NEEDS_NODES)
+
+    def own_plan(self, attempt: int) -> Plan:
+        """Make the plan of an attempt, with a port that is free now. Raises LaunchError."""
+        from zlaunch.plan.checks import pick_port
+
+        o, node = self.options, self._node
+        if not os.path.isdir(o.workdir):
+            raise LaunchError(f"--workdir {o.workdir}: there is no such folder")
+        return self.make_plan([node], o.master_addr or "127.0.0.1", pick_port(o.master_port), attempt)
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Return the slots that were chosen. Raises LaunchError."""
+        o = self.options
+        if o.num_nodes not in (None, 1):
+            has_slurm = self.allocation is None and shutil.which("salloc") is not None
+            advice = ", or use `zlaunch slurm submit` or salloc" if has_slurm else ""
+            said = f"this is the only machine; give a --hostfile{advice}"
+            raise LaunchError(f"--num_nodes {o.num_nodes}: {said}")
+        if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
+            raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
+        devices, count = self._devices, len(self._devices.tokens)
+        option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
+        if text is not None:
+            hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
+            try:
+                selection = filters.parse(text)
+                if missing := _missing_slots(selection, count):
+                    said = f"{option} {text!r}: no slot {missing[0]}: this machine has {devices.describe()}"
+                    raise NodeError("localhost", said, missing)
+                return _chosen_slots(selection, count, keep=option == "--include")
+            except filters.FilterError as error:
+                raise LaunchError(f"{option} {text!r}: {error}{hidden}") from None
+        if o.num_gpus is not None and count and o.num_gpus > count:
+            raise LaunchError(f"--num_gpus {o.num_gpus}: this machine has {devices.describe()}")
+        # as on several nodes of a SLURM job: a job is planned the same whatever is visible
+        granted = 0 if self.allocation is None else self.allocation.nodes[0].gpus or 0
+        return tuple(range(o.num_gpus or count or granted or 1))
+
+    @cached_property
+    def _devices(self) -> Devices:
+        return discover(os.environ)
+
+    @cached_property
+    def _node(self) -> NodeSpec:
+        return self.spec("localhost", self.slots, self._devices.tokens, self.options.worker_env)
+
+
+def _missing_slots(selection: filters.Selection, gpus: int) -> tuple[int, ...]:
+    """Return the slots of this machine that a filter names, and that have no GPU; none without GPUs."""
+    named = {slot for host in own_names() & selection.keys() for slot in selection[host] or ()}
+    return tuple(sorted(slot for slot in named if gpus and slot >= gpus))
+
+
+def _chosen_slots(selection: filters.Selection, gpus: int, *, keep: bool) -> tuple[int, ...]:
+    """Return the slots of this machine that a filter keeps, or leaves. Raises FilterError."""
+    own = own_names()
+    merged: filters.Selection = {}
+    for host, slots in selection.items():
+        if host not in own:
+            raise filters.FilterError(
+                f"unknown host {host!r}: without a hostfile only localhost can be chosen"
+            )
+        known = merged.get("localhost", frozenset())
+        merged["localhost"] = None if slots is None or known is None else known | slots
+    # Without GPUs a slot is a CPU worker, and there are as many as are named.
+    named = [slot for chosen in merged.values() for slot in chosen or ()]
+    pool = {"localhost": tuple(range(gpus or max(named, default=0) + 1))}
+    return (filters.include if keep else filters.exclude)(pool, merged)["localhost"]
+
+
+# -- manual -----------------------------------------------------------------------------------------
+#
+# Run one node's part, where the user, accelerate or Kubernetes starts one command on every node.
+
+
+_PORT = 29500
+"""Where all meet without --master_port, as in DeepSpeed: nobody can tell the others of a free one."""
+_KNOWS_NO_OTHER = "nodes that you start yourself cannot act together: remove it, or use --hostfile"
+
+
+class ManualLauncher(ThisNodeLauncher):
+    """Runs the part of node --node_rank; every node computes equal numbers from an equal command line."""
+
+    name = "hand"
+    refuses = dict.fromkeys(
+        (*(option for option in FOR_SEVERAL_NODES if option != "iface"), "max_restarts"), _KNOWS_NO_OTHER
+    )
+    shares_run_dir = True
+
+    def own_plan(self, attempt: int) -> Plan:
+        """Make this node's part of the plan. Raises LaunchError."""
+        o, slots = self.options, self._slots()
+        rank = o.node_rank or 0
+        if not 0 <= rank < len(slots):
+            raise LaunchError(f"--node_rank {rank}: there are {len(slots)} nodes, 0 to {len(slots) - 1}")
+        (host, own), tokens = slots[rank], discover(os.environ).tokens
+        if tokens and own[-1] >= len(tokens):
+            raise LaunchError(f"slot {own[-1]} does not exist: this node has {len(tokens)} GPU(s)")
+        env = o.worker_env
+        if o.iface:
+            env |= {"GLOO_SOCKET_IFNAME": o.iface, "NCCL_SOCKET_IFNAME": o.iface}
+        counts = [len(chosen) for _, chosen in slots]
+        return self.make_plan(
+            [self.spec(host, own, tokens, env)],
+            o.master_addr or slots[0][0],
+            o.master_port or _PORT,
+            attempt,
+            part=Part(sum(counts[:rank]), sum(counts), rank, len(counts)),
+        )
+
+    def _slots(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return every node's slots, in order."""
+        o = self.options
+        if o.hostfile is None:
+            if o.num_nodes is None or o.master_addr is None:
+                raise LaunchError("--no_ssh needs a --hostfile with slots, or --num_nodes and --master_addr")
+            # Every node has as many as this one: with other numbers the ranks would not fit together.
+            count = o.num_gpus or len(discover(os.environ).tokens) or 1
+            return [(f"node{index}", tuple(range(count))) for index in range(o.num_nodes)]
+        chosen = HostSelection(o, grammar.read(o.hostfile)).chosen
+        if chosen is None:
+            raise LaunchError(f"--no_ssh: {o.hostfile} needs slots=N for every host")
+        return list(chosen.items())

@@ -15,29 +15,40 @@ of it.
 from __future__ import annotations
 
 import os
+import select
+import selectors
 import signal
 import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
-from zlaunch.node.death import likely_reason
-from zlaunch.node.descriptors import Descriptors
-from zlaunch.node.ending import Due, Ending
-from zlaunch.node.oom import oom_counters, oom_rose
+from zlaunch.node.lease import Lease
 from zlaunch.node.pacing import Pacing
 from zlaunch.node.package_list import PackageList
 from zlaunch.node.preload import Preloader, pids_of, start_standby
 from zlaunch.node.rendezvous import Handshake, QuestionError
-from zlaunch.node.uplink import Uplink, take_user_input
 from zlaunch.node.watchdog import fork_under_watchdog
-from zlaunch.node.worker import CHUNK_BYTES, Batch, Worker, blames_host, read_chunk, spawn, why_not_started
+from zlaunch.node.worker import (
+    CHUNK_BYTES,
+    Batch,
+    Worker,
+    blames_host,
+    likely_reason,
+    oom_counters,
+    oom_rose,
+    read_chunk,
+    spawn,
+    why_not_started,
+)
 from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system import boot_clock
-from zlaunch.system.events import WORKER_EVENTS, Event, in_envelope
+from zlaunch.system.events import WORKER_EVENTS, Event, LineBuffer, encode, encode_output, in_envelope
 from zlaunch.system.pipes import widen
 from zlaunch.system.processes import (
     PASSED_SIGNALS,
@@ -51,6 +62,274 @@ from zlaunch.system.processes import (
     start_ticks,
     sweep,
 )
+
+# -- outbox -----------------------------------------------------------------------------------------
+#
+# Write the agent's events: they are queued in memory and never block it.
+
+
+_FULL_BYTES = 8 << 20
+
+
+class Outbox:
+    """Writes to the launcher's pipe. When the launcher is gone, all that is put in is dropped; see `lost`."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.lost = False
+        self._pending = bytearray()
+        os.set_blocking(fd, False)
+
+    @property
+    def pending(self) -> int:
+        """Return the bytes that wait for room in the pipe."""
+        return len(self._pending)
+
+    @property
+    def full(self) -> bool:
+        """Tell whether so much waits that the workers' output had better stay in their own pipes."""
+        return len(self._pending) >= _FULL_BYTES
+
+    def put(self, event: Event) -> None:
+        """Queue an event and write what the pipe takes."""
+        self._send(encode(event))
+
+    def put_output(self, rank: int, stream: str, data: bytes) -> None:
+        """Queue what a worker has printed, and write what the pipe takes."""
+        self._send(encode_output(rank, stream, data))
+
+    def _send(self, data: bytes) -> None:
+        if not self.lost:
+            self._pending += data
+            self.flush()
+
+    def flush(self) -> None:
+        """Write until the queue is empty or the pipe is full."""
+        try:
+            while self._pending:
+                with memoryview(self._pending)[: 1 << 20] as part:
+                    written = os.write(self.fd, part)
+                del self._pending[:written]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.lost = True
+            self._pending.clear()
+
+
+# -- descriptors ------------------------------------------------------------------------------------
+#
+# Wait for an agent's file descriptors, each with a handler to call when it is ready.
+
+
+class Descriptors:
+    """Waits for all descriptors at once and calls the handlers of those that are ready."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, fd: int, handler: Callable[[], object]) -> None:
+        """Call a handler whenever the descriptor can be read."""
+        self._selector.register(fd, selectors.EVENT_READ, handler)
+
+    def unwatch(self, fd: int) -> None:
+        """Forget a descriptor, if it is watched."""
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def close(self, fd: int) -> None:
+        """Forget a descriptor, and close it."""
+        self.unwatch(fd)
+        os.close(fd)
+
+    def watch_outbox(self, outbox: Outbox) -> None:
+        """Wait for room to write only when there is something to write."""
+        waiting = outbox.fd in self._selector.get_map()
+        if outbox.pending and not waiting:
+            self._selector.register(outbox.fd, selectors.EVENT_WRITE, outbox.flush)
+        elif waiting and not outbox.pending:
+            self._selector.unregister(outbox.fd)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the first ready descriptors, and call their handlers."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd in self._selector.get_map():
+                key.data()
+
+
+# -- ending -----------------------------------------------------------------------------------------
+#
+# Decide when an ending run's workers and their leftovers are looked for, asked to end, and killed. Pure.
+
+
+_SCAN_INTERVAL_S = 0.1
+_LEFTOVER_S = 0.5
+"""Seconds in which helpers of a finished worker (trackers, uploaders) may end by themselves."""
+
+
+class Due(Enum):
+    """Says what the agent has to do now."""
+
+    NOTHING = auto()
+    SCAN = auto()
+    """Look for what the workers have left."""
+    KILL = auto()
+    """Kill all that is there."""
+
+
+class Ending:
+    """Keeps the times of a run's end, in monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """Tells whether the agent ends the workers; otherwise they end by themselves."""
+        self._kill_at: float | None = None
+        self._scan_at = 0.0
+
+    def stop(self, now: float, grace_s: float) -> None:
+        """Give the workers `grace_s` seconds to end."""
+        self.stopping = True
+        self._kill_at = now + grace_s
+
+    def kill(self, now: float) -> None:
+        """Let the next `due` be KILL."""
+        self._kill_at = now
+
+    def due(self, now: float, *, all_exited: bool) -> Due:
+        """Return what is due. The end also begins when all workers have exited."""
+        if self._kill_at is None and all_exited:
+            self._kill_at = now + _LEFTOVER_S
+        if self._kill_at is None:
+            return Due.NOTHING
+        if now >= self._kill_at:
+            return Due.KILL
+        if all_exited and now >= self._scan_at:
+            self._scan_at = now + _SCAN_INTERVAL_S
+            return Due.SCAN
+        return Due.NOTHING
+
+    def wait_s(self, now: float, longest_s: float, *, all_exited: bool) -> float:
+        """Return the seconds in which nothing can become due."""
+        moments = [now + longest_s]
+        if self._kill_at is not None:
+            moments += [self._kill_at, *([self._scan_at] if all_exited else [])]
+        return max(0.0, min(moments) - now)
+
+
+# -- uplink -----------------------------------------------------------------------------------------
+#
+# Connect an agent to its launcher: commands in, events out, and how long either may be silent.
+
+
+_IDLE_S = 300.0
+"""Seconds that an agent waits for its plan when the launcher has not said how long that may take."""
+_HALTED_S = 86400.0
+"""Seconds that a launcher on this machine may take nothing of the last output: its terminal may be halted."""
+_GOODBYE_S = 5.0
+"""Seconds that a launcher that has hung up may take nothing of the last output."""
+
+
+class Uplink:
+    """Reads commands and writes events; neither of its descriptors ever blocks the agent."""
+
+    def __init__(self, stdin: int, stdout: int) -> None:
+        self.stdin = stdin
+        self.outbox = Outbox(stdout)
+        self.idle_s = _IDLE_S
+        self.heartbeat_s: float | None = None
+        """Seconds that a lease lasts (Note [Lease]); None before the plan; 0 for a local launcher, whose pipe
+        ends.
+        """
+        self.lease = Lease()
+        self._heard_at = boot_clock.now_s()
+        self._commands = LineBuffer()
+        os.set_blocking(stdin, False)
+
+    def read(self) -> list[Event] | None:
+        """Take the commands that have come; None when the launcher has hung up."""
+        chunk = read_chunk(self.stdin)
+        if chunk == b"":
+            return None
+        if chunk:
+            self._heard_at = boot_clock.now_s()
+        commands = list(self._commands.feed(chunk or b""))
+        for command in commands:
+            self.idle_s = float(command.get("idle_s", self.idle_s))
+            if command.get("cmd") in ("ping", "pause") and command.get("lease") is not None:
+                self.lease.extend(float(command["lease"]))
+        return commands
+
+    def take_plan(self, heartbeat_s: float, lease_end: float | None) -> bool:
+        """Begin the lease of a plan. Return False where it has ended: the plan was on its way too long."""
+        self.heartbeat_s = heartbeat_s
+        end = boot_clock.now_s() + heartbeat_s if lease_end is None else lease_end
+        self.lease.begin(heartbeat_s, end)
+        return not self.lease_is_over()
+
+    def await_plan(self) -> None:
+        """Allow the launcher to be silent for as long as it has said, from now on."""
+        self.heartbeat_s, self._heard_at = None, boot_clock.now_s()
+        self.lease.close()
+
+    def too_silent(self, grace_s: float) -> str:
+        """Return why the run has to end here: no plan has come in time, or the lease ends within the grace
+        period; "" while it may go on.
+        """
+        now = boot_clock.now_s()
+        if self.heartbeat_s is None:
+            return "no plan has come" if now - self._heard_at > self.idle_s else ""
+        stop_at = self.lease.stop_at(grace_s)
+        if stop_at is None or now < stop_at:
+            return ""
+        return f"the launcher has not been heard for {now - self._heard_at:.0f} s, and this node's lease ends"
+
+    def lease_is_over(self) -> bool:
+        """Tell whether the workers have to be killed at once."""
+        kill_at = self.lease.kill_at()
+        return kill_at is not None and boot_clock.now_s() >= kill_at
+
+    def next_s(self, grace_s: float, longest_s: float) -> float:
+        """Return the seconds in which the lease asks for nothing, `longest_s` at most."""
+        now = boot_clock.now_s()
+        moments = (self.lease.stop_at(grace_s), self.lease.kill_at())
+        return min([longest_s, *(moment - now for moment in moments if moment is not None and moment > now)])
+
+    def hand_over(self) -> None:
+        """Write the rest of the output, for as long as the launcher takes some of it or is heard.
+
+        A launcher on this machine may take its time: its terminal may be halted.
+        """
+        limit_s = self.heartbeat_s or _HALTED_S
+        moved_at, listening = boot_clock.now_s(), True
+        while self.outbox.pending:
+            until = moved_at + limit_s
+            if listening:  # a launcher that has been stopped in its terminal has granted a long lease
+                until = max(until, self.lease.kill_at() or 0.0)
+            left = until - boot_clock.now_s()
+            if left <= 0:
+                return
+            before = self.outbox.pending
+            readable, _, _ = select.select([self.stdin] if listening else [], [self.outbox.fd], [], left)
+            self.outbox.flush()
+            if self.outbox.pending < before:
+                moved_at = boot_clock.now_s()
+            if readable and self.read() is None:
+                listening, limit_s = False, _GOODBYE_S
+            elif readable:
+                moved_at = boot_clock.now_s()
+
+
+def take_user_input() -> int | None:
+    """Return the descriptor of the user's own input, which rank 0 gets, if the launcher has handed it on."""
+    fd = int(os.environ.pop("ZLAUNCH_STDIN_FD", "-1"))
+    if fd < 0:
+        return None
+    os.set_inheritable(fd, False)
+    return fd
+
+
+# -- agent ------------------------------------------------------------------------------------------
+
 
 _DRAIN_LIMIT_BYTES = 4 << 20
 """Bytes that a dead worker's pipe may still give: a grandchild can go on writing for ever."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import json
 import os
 import resource
 import runpy
@@ -16,14 +17,108 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
-from zlaunch.node import accelerate_state, error_file
+from zlaunch.node import accelerate_state
 from zlaunch.node.long_traceback import shorten
-from zlaunch.node.lost_peers import talk_of
+from zlaunch.runtime.trust import make_folder
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
+
+# -- error file -------------------------------------------------------------------------------------
+#
+# Carry what torch's `@record` says of an error to the run's folder, which may be on another machine.
+
+
+_NAME = "TORCHELASTIC_ERROR_FILE"
+_LIMIT_CHARS = 1 << 20
+
+
+def offer() -> str | None:
+    """Name a file for `@record` in this node's memory and return its path; None where there is one already,
+    or none can be made.
+    """
+    folder = os.environ.get("ZLAUNCH_MEMORY_DIR")
+    if not folder or _NAME in os.environ:
+        return None
+    path = os.path.join(folder, f"error_{os.environ.get('RANK', '0')}.json")
+    try:
+        make_folder(Path(folder))
+        if os.path.exists(path):  # an earlier attempt's
+            os.unlink(path)
+    except OSError:
+        return None
+    os.environ[_NAME] = path
+    return path
+
+
+def hand_over(path: str | None, event_fd: int) -> None:
+    """Send what is in the file to the launcher, if there is something."""
+    try:
+        if path is None or event_fd < 0 or not os.path.exists(path):
+            return
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read(_LIMIT_CHARS + 1)
+        if len(text) > _LIMIT_CHARS:
+            text = json.dumps({"message": f"the first part of a long one: {text[: _LIMIT_CHARS // 8]}"})
+        event = {"type": "error_file", "text": text}
+        os.write(event_fd, json.dumps(event).encode() + b"\n")
+    except OSError:  # the agent is gone, so there is no one to tell
+        pass
+
+
+# -- lost peers -------------------------------------------------------------------------------------
+#
+# Tell an error in talking to other ranks from a script's own. Without imports: every worker has it.
+
+
+_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "PeerLost")
+_FOLDERS = ("/torch/distributed/", "/zlaunch/runtime/")
+_WORDS = (
+    "gloo",
+    "NCCL",
+    "ProcessGroup",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+)
+_LOST = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
+
+
+def talk_of(error: BaseException) -> str:
+    """Return "lost" for an exception that says no more than that another rank has gone, "failed" for another
+    failure in talking to the ranks, "" for anything else. The words alone do not count: a download may also
+    be reset by its peer.
+    """
+    text = str(error)
+    if not _is_of_torch(error, text):
+        return ""
+    return "lost" if any(word in f"{type(error).__name__}: {text}" for word in _LOST) else "failed"
+
+
+def _is_of_torch(error: BaseException, text: str) -> bool:
+    kind = type(error)
+    if kind.__name__ in _TYPES and kind.__module__.partition(".")[0] in ("torch", "zlaunch"):
+        return True
+    if not any(word in text for word in _WORDS):
+        return False
+    if kind.__module__.startswith("zlaunch.runtime."):  # it passes on what torch has said
+        return True
+    if kind is not RuntimeError:
+        return False
+    if "/gloo/" in text or "ProcessGroup" in text:  # where it arose, in C++: the script's own line called it
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = frame.tb_frame.f_code.co_filename if frame is not None else ""
+    return any(folder in name for folder in _FOLDERS)
+
+
+# -- bootstrap --------------------------------------------------------------------------------------
+
 
 _SAVED_CODE = 75
 """end.SAVED_CODE, without an import before the script's own."""
@@ -57,7 +152,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     event_fd = _own_event_fd()
     _take_debugger(event_fd)
-    pid, recorded = os.getpid(), error_file.offer()
+    pid, recorded = os.getpid(), offer()
     devices = os.environ.get(_DEVICES)
     try:
         if mode == "--module":
@@ -78,7 +173,7 @@ def main() -> None:
         sys.exit(1)
     finally:
         if os.getpid() == pid:
-            error_file.hand_over(recorded, event_fd)
+            hand_over(recorded, event_fd)
 
 
 def _take_debugger(event_fd: int) -> None:

@@ -42,7 +42,7 @@ class Handshake:
         message = _Question(message)
         command = message.get("cmd")
         if command == "hello":
-            from zlaunch.system.facts import own_facts
+            from zlaunch.system.machine import own_facts
 
             self._send(own_facts().as_event())
         elif command == "checkup":

@@ -13,7 +13,7 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-from zlaunch.system import memory
+from zlaunch.system import machine
 from zlaunch.system.processes import (
     Process,
     adopt_orphans,
@@ -37,7 +37,7 @@ def fork_under_watchdog() -> int:
     """
     adopt_orphans()
     watchdog = os.getpid()
-    memory_folder = memory.new_folder(watchdog)
+    memory_folder = machine.new_folder(watchdog)
     child = os.fork()
     if child:
         _watch_over(child, memory_folder)
@@ -74,7 +74,7 @@ def _watch_over(child: int, memory_folder: str) -> NoReturn:
         if not _reap():
             sweep(ancestor=os.getpid(), reap=_reap)
     finally:
-        memory.remove(memory_folder)
+        machine.remove(memory_folder)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -7,14 +7,19 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Literal
 
 from zlaunch.node import preload
 from zlaunch.node.preload import Preloader
 from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system.events import LineBuffer
 from zlaunch.system.processes import PASSED_SIGNALS
+
+# -- worker -----------------------------------------------------------------------------------------
+
 
 CHUNK_BYTES = 1 << 18
 
@@ -167,3 +172,104 @@ def read_chunk(fd: int) -> bytes | None:
         return None
     except OSError:
         return b""
+
+
+# -- oom --------------------------------------------------------------------------------------------
+#
+# Read the kernel's counters of processes that it has killed for lack of memory (oom-kill).
+
+
+OomScope = Literal["run", "host"]
+"""Where a process was killed: in the control group of this process, or somewhere on the machine."""
+
+_MACHINE = "proc/vmstat"
+
+
+def oom_counters(root: Path = Path("/")) -> dict[OomScope, int]:
+    """Read the oom-kill counters of this process's control group and of the machine, as far as there are any.
+
+    A group's counter counts the processes in it only, whichever limit was met. Groups above it are not asked:
+    they also count what happens to their other members.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"))
+        if not controllers:
+            folder, name = root / "sys/fs/cgroup", "memory.events"
+        elif "memory" in controllers.split(","):
+            folder, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        # A container may see its own group under another path: the nearest that is there is meant then.
+        counts = [_count(folder / inner / name) for inner in (group, *group.parents)]
+        own.append(next((count for count in counts if count is not None), None))
+    counters: dict[OomScope, int] = {}
+    if known := [count for count in own if count is not None]:
+        counters["run"] = sum(known)
+    if (machine := _count(root / _MACHINE)) is not None:
+        counters["host"] = machine
+    return counters
+
+
+def _count(file: Path) -> int | None:
+    try:
+        for line in file.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def oom_rose(before: Mapping[OomScope, int], after: Mapping[OomScope, int]) -> OomScope | None:
+    """Tell where a process was killed for lack of memory between two readings.
+
+    Where the control group counts, the machine's number says nothing: it was a process of another group.
+    """
+    scope: OomScope = "run" if "run" in after else "host"
+    return scope if after.get(scope, 0) > before.get(scope, 0) else None
+
+
+# -- death ------------------------------------------------------------------------------------------
+#
+# Say what usually lies behind the death of a worker by a signal.
+
+
+def _cpu_limit() -> str:
+    """Name the limit of CPU time, if there is one: the kernel also enforces it with SIGKILL."""
+    seconds = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    return "" if seconds == resource.RLIM_INFINITY else f", or the CPU time limit of {seconds} s: ulimit -t"
+
+
+def likely_reason(signum: int, *, oom_killed: OomScope | None) -> str:
+    """Return what usually lies behind a death by this signal; `oom_killed` is what the counters say."""
+    if signum == signal.SIGKILL and oom_killed == "run":
+        return (
+            "out of host memory: the kernel has killed for lack of it among this run's processes (oom-kill)"
+        )
+    if signum == signal.SIGKILL and oom_killed == "host":
+        return (
+            "killed from outside (kill -9, the batch system), or out of host memory: meanwhile the kernel "
+            "has killed some process of this machine for lack of it"
+        )
+    reasons: dict[int, str] = {
+        signal.SIGKILL: f"killed from outside (kill -9, the batch system, a container limit{_cpu_limit()}); "
+        "no oom-kill was counted on this host",
+        signal.SIGBUS: "often /dev/shm is full: give it more room (docker --shm-size) or use fewer "
+        "DataLoader workers",
+        signal.SIGSEGV: "a crash in native code; for a Python worker the log has the stacks of all threads, "
+        "and `kill -USR2 PID` prints them for a living one",
+        signal.SIGABRT: "native code gave up (an assertion, a C++ exception, or NCCL's watchdog); "
+        "see the lines above it",
+        signal.SIGILL: "a binary built for another CPU",
+        signal.SIGFPE: "an integer division by zero in native code",
+        signal.SIGTERM: "somebody asked it to stop (kill, the batch system)",
+        signal.SIGXCPU: "the CPU time limit (ulimit -t)",
+        signal.SIGXFSZ: "the file size limit (ulimit -f)",
+    }
+    return reasons.get(signum, "")

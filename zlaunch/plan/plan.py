@@ -8,10 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from zlaunch.errors import LaunchError
+from zlaunch.runtime.world_sizes import FirstBatch, write_world_sizes
+from zlaunch.system.machine import visible_for_workers
+
+# -- plan -------------------------------------------------------------------------------------------
+
 
 _PLAIN_KEYS = (
     "MON",
@@ -183,3 +190,218 @@ class Plan:
         )
         part = None if data["part"] is None else Part(**data["part"])
         return Plan(**{**data, "nodes": nodes, "preload": tuple(data["preload"]), "part": part})
+
+
+# -- facts ------------------------------------------------------------------------------------------
+#
+# Hold the facts that a plan is made of.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Holds what all nodes and all attempts of a run have in common."""
+
+    program: Program
+    run_id: str
+    run_dir: str
+    cwd: str
+    grace_s: float
+    bootstrap: tuple[str, ...]
+    """The command that starts a worker's bootstrap."""
+    environ: Mapping[str, str]
+    """Only asked which variables the user has set already, which are then left alone."""
+    heartbeat_s: float = 0.0
+    in_step: bool = False
+    max_restarts: int = 0
+    debug_rank: int | None = None
+    """The rank that waits for a debugger before its script runs."""
+    virtual_local_rank: bool = False
+    """Each worker has LOCAL_RANK 0, and its GPU alone."""
+    world_sizes: tuple[int, ...] = ()
+    """Numbers of workers that the run may have, the one without a failure first; empty: it cannot change."""
+    first_batches: tuple[FirstBatch, ...] = ()
+    """The engines of the first attempt; empty: this is the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """Describes a node and the slots chosen there."""
+
+    host: str
+    workers: int
+    cores: int
+    devices: tuple[str, ...] = ()
+    """One CUDA_VISIBLE_DEVICES token a worker; empty means CPU workers."""
+    slots: tuple[int, ...] = ()
+    """The number of each worker's GPU among those of the node; empty for CPU workers."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every worker of this node: what is exported to it from the launching machine."""
+    bound: tuple[tuple[int, ...], ...] = ()
+    """The CPUs of each worker, where they are to be bound."""
+    first_local: int = 0
+    """The local rank of the first of these workers, where others on the node are started by somebody else."""
+    local_world: int | None = None
+    """Counts the workers of the node in all; None: these."""
+    python: str | None = None
+    """The interpreter there; None: this one."""
+    is_local: bool = True
+    """Tells whether the launcher is on this node."""
+
+
+# -- worker env -------------------------------------------------------------------------------------
+#
+# Write down the environment variables of each worker.
+
+
+def common_env(
+    run: RunFacts,
+    node: NodeSpec,
+    part: Part,
+    node_rank: int,
+    rendezvous: tuple[str, int],
+    attempt: int,
+    resume_dir: str | None,
+) -> dict[str, str]:
+    """Return what all workers of a node have in common. `rendezvous`: rank 0's address and port."""
+    local_world = node.workers if node.local_world is None else node.local_world
+    env = {
+        "ROLE_NAME": "default",  # the user's own is in the node's
+        **node.env,
+        "WORLD_SIZE": str(part.world_size),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "LOCAL_SIZE": str(local_world),
+        "CROSS_RANK": str(node_rank),
+        "CROSS_SIZE": str(part.node_count),
+        "MASTER_ADDR": rendezvous[0],
+        "MASTER_PORT": str(rendezvous[1]),
+        "PYTHONUNBUFFERED": "1",
+        "ZLAUNCH_RUN_ID": run.run_id,
+        "ZLAUNCH_RUN_DIR": run.run_dir,
+        "ZLAUNCH_RESTART_COUNT": str(attempt),
+        # torchrun's, for scripts and libraries that ask for them
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(part.node_count),
+        "ROLE_WORLD_SIZE": str(part.world_size),
+        "TORCHELASTIC_RUN_ID": run.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(run.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    if run.debug_rank is not None:
+        env["ZLAUNCH_NO_TIMEOUTS"] = "1"
+    if resume_dir is not None:
+        env["ZLAUNCH_RESUME_DIR"] = resume_dir
+    if len(run.world_sizes) > 1:
+        env["ZLAUNCH_WORLD_SIZES"] = write_world_sizes(run.world_sizes)
+        env["ZLAUNCH_FIRST_BATCHES"] = " ".join(map(str, run.first_batches))
+    given = run.environ.keys() | node.env.keys()
+    usual = _default_env(node, single_node=part.node_count == 1, is_debugged=run.debug_rank is not None)
+    for key, value in usual.items():
+        if given.isdisjoint((key, *_SAME.get(key, ()))):
+            env[key] = value
+    return env
+
+
+def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str, str]:
+    """Return what the node's worker number `index` has of its own."""
+    local_rank = node.first_local + index
+    env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+    if rank == run.debug_rank:
+        env["ZLAUNCH_DEBUG"] = LOCAL_HOST if node.is_local else node.host
+    if run.virtual_local_rank:
+        env |= {"LOCAL_RANK": "0", "ZLAUNCH_LOCAL_RANK": str(local_rank)}
+    if node.host == "localhost":  # elsewhere the folder may not be there: the bootstrap offers another
+        env["TORCHELASTIC_ERROR_FILE"] = f"{run.run_dir}/logs/error_{rank:05d}.json"
+    if node.bound:
+        cpus = node.bound[index]
+        env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
+        if "OMP_NUM_THREADS" not in run.environ:
+            env["OMP_NUM_THREADS"] = str(len(cpus))
+    if visible := visible_for_workers(node.devices, alone=run.virtual_local_rank):
+        env["CUDA_VISIBLE_DEVICES"] = visible[index]
+    return env
+
+
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
+"""Maps a variable to its other names: what the user says under any of them counts."""
+
+
+def _default_env(node: NodeSpec, *, single_node: bool, is_debugged: bool) -> dict[str, str]:
+    """Return the settings that give way to the user's own."""
+    env = {"OMP_NUM_THREADS": str(max(1, node.cores // (node.local_world or node.workers)))}
+    if not node.devices:
+        # Training on CPU is bound by page faults; huge pages in malloc take a quarter off a step.
+        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    else:
+        # Gathers and reductions have a communicator each; without a common order two kernels could wait for
+        # each other's place on the device.
+        env["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        # The memory of units is given back and taken again all the time, in sizes that differ.
+        # The newer name, PYTORCH_ALLOC_CONF, is unknown to torch 2.6, and in 2.9 this value has no effect
+        # under it.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if is_debugged:
+        # It ends a process whose watchdog thread stands still, as at a breakpoint that stops all threads.
+        env["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    if single_node:
+        # Gloo otherwise takes the address of the host name, which may not resolve to this machine.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+# -- build ------------------------------------------------------------------------------------------
+#
+# Make a plan: number the workers and write down the environment and the command line of each.
+
+
+def make_plan(
+    run: RunFacts,
+    nodes: Sequence[NodeSpec],
+    *,
+    master_addr: str,
+    master_port: int,
+    attempt: int = 0,
+    resume_dir: str | None = None,
+    part: Part | None = None,
+) -> Plan:
+    """Number the workers in order of the nodes and write down the environment and argv of each. Raises
+    LaunchError.
+
+    `part` is given where other launchers start the other nodes; None: these nodes are the whole run.
+    """
+    given = part
+    part = part or Part(0, sum(node.workers for node in nodes), 0, len(nodes))
+    if run.debug_rank is not None and run.debug_rank >= part.world_size:
+        rank = run.debug_rank
+        raise LaunchError(f"--debug {rank}: there is no rank {rank} among {part.world_size} worker(s)")
+    program, first_rank = run.program, part.first_rank
+    flag = [] if program.mode == "script" else [f"--{program.mode}"]
+    node_plans = []
+    for node_rank, node in enumerate(nodes, start=part.first_node):
+        bootstrap = run.bootstrap if node.python is None else (node.python, *run.bootstrap[1:])
+        rendezvous = (master_addr, master_port)
+        common = common_env(run, node, part, node_rank, rendezvous, attempt, resume_dir)
+        workers = []
+        for index in range(node.workers):
+            rank, local_rank = first_rank + index, node.first_local + index
+            env = {**common, **worker_env(run, node, rank, index)}
+            own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
+            argv = (*bootstrap, *flag, program.name, *own, *program.args)
+            slot = node.slots[index] if node.slots else None
+            workers.append(WorkerPlan(rank, local_rank, env, argv, slot))
+        node_plans.append(NodePlan(node.host, tuple(workers)))
+        first_rank += node.workers
+    return Plan(
+        run_id=run.run_id,
+        run_dir=run.run_dir,
+        master_addr=master_addr,
+        master_port=master_port,
+        nodes=tuple(node_plans),
+        cwd=run.cwd,
+        grace_s=run.grace_s,
+        heartbeat_s=run.heartbeat_s,
+        preload=program.preload,
+        in_step=run.in_step,
+        python=program.mode != "exec",
+        part=given,
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zlaunch.queue.daemon import text_of
 from zlaunch.queue.store import Job, QueuedJob
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_folder import name_of
 
 JOB_COLUMNS = ("job", "run", "state", "priority", "slots", "since", "why", "command")
@@ -71,8 +71,8 @@ def _why(job: QueuedJob) -> str:
     after = [
         name_of(path)
         for path in map(Path, job.submission.after)
-        if (known := run_record.read(path)) is not None
-        and (known.ended is None or run_record.is_queued(path))
+        if (known := run_folder.read(path)) is not None
+        and (known.ended is None or run_folder.is_queued(path))
     ]
     waits = f"after {', '.join(after)}" if after else f"for {count} slot{'s' * (count > 1)}"
     return f"{job.why}; {waits}" if job.why else waits

@@ -7,10 +7,21 @@ once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
+
+from zlaunch.errors import LaunchError
+from zlaunch.launchers.base import HostSelection, Launcher
+from zlaunch.launchers.cluster import ClusterLauncher
+from zlaunch.launchers.this_node import LocalLauncher
+from zlaunch.plan.options import own_names
+from zlaunch.system.machine import discover
+
+# -- schedule ---------------------------------------------------------------------------------------
+
 
 Slots = dict[str, tuple[int, ...]]
 """Host -> slots, in rank order."""
@@ -171,3 +182,61 @@ def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], resting: Collectio
         return None
     hosts = sorted(offers, key=lambda host: offers[host][0])[: demand.nodes]
     return {host: offers[host][1] for host in demand.pool if host in hosts}
+
+
+# -- demand -----------------------------------------------------------------------------------------
+#
+# Find out which slots a run needs, from the launcher that its command line has come to.
+
+
+_HERE = "localhost"
+
+
+def find_demand(launcher: Launcher) -> tuple[Demand, dict[str, str]]:
+    """Return what a run needs, and the names that its hosts have in the hostfile: this machine is `localhost`
+    in every demand. Raises LaunchError.
+    """
+    if isinstance(launcher, LocalLauncher):
+        return _demand_here(launcher), {}
+    if isinstance(launcher, ClusterLauncher):
+        return _demand_of_hosts(launcher)
+    raise LaunchError(
+        f"the queue runs jobs on this machine or on hosts of a hostfile, not by --launcher {launcher.name}"
+    )
+
+
+def _demand_here(launcher: LocalLauncher) -> Demand:
+    o, devices = launcher.options, discover(os.environ)
+    if devices.tokens and devices.tokens != discover({}).tokens:
+        raise LaunchError(
+            f"CUDA_VISIBLE_DEVICES={devices.visible} hides GPUs, but the queue assigns GPUs by index: "
+            "unset it, and choose GPUs with --include localhost:N"
+        )
+    count = len(devices.tokens) or len(os.sched_getaffinity(0))
+    if max(launcher.slots) >= count:
+        named = o.include is not None or o.exclude is not None
+        asked = f"slot {max(launcher.slots)} was" if named else f"{len(launcher.slots)} slots were"
+        asked += " asked for"
+        raise LaunchError(
+            f"{asked}, but this machine has {count}, one per core: "
+            "for more, use a --hostfile with the line `localhost slots=N`"
+        )
+    if o.include is not None or o.exclude is not None:
+        return Demand({_HERE: launcher.slots}, 1, None)
+    return Demand({_HERE: tuple(range(count))}, 1, len(launcher.slots))
+
+
+def _demand_of_hosts(launcher: ClusterLauncher) -> tuple[Demand, dict[str, str]]:
+    o = launcher.options
+    everything = HostSelection(replace(o, num_gpus=None, num_nodes=None), launcher.entries())
+    if everything.chosen is None:
+        unknown = ", ".join(host for host, entry in everything.entries.items() if entry.slots is None)
+        raise LaunchError(f"the queue needs the number of slots: write slots=N after {unknown}")
+    names: dict[str, str] = {}
+    for host in everything.chosen:
+        name = _HERE if host in own_names() else host
+        if name in names:
+            raise LaunchError(f"the hostfile names this machine twice: as {names[name]} and as {host}")
+        names[name] = host
+    pool = {name: everything.chosen[host] for name, host in names.items()}
+    return Demand(pool, o.num_nodes or len(pool), o.num_gpus), names

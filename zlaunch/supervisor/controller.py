@@ -18,20 +18,52 @@ from pathlib import Path
 from types import FrameType
 
 from zlaunch.plan.plan import Plan
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.hang import HangWatch
-from zlaunch.supervisor.heartbeat import Heartbeat
-from zlaunch.supervisor.nodes import SLOW_S, Left, Link
+from zlaunch.supervisor.nodes import SLOW_S, Heartbeat, Left, Link
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.run_files import RunFiles
-from zlaunch.supervisor.signal_wakeup import SignalWakeup
 from zlaunch.supervisor.verdict import Outcome, Verdict
 from zlaunch.system.events import Event
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
+
+# -- signal wakeup ----------------------------------------------------------------------------------
+#
+# Wake the main thread when a signal has come to another thread of this process.
+
+
+class SignalWakeup:
+    """Calls a function after each signal, from a thread of its own.
+
+    The kernel may give a signal to any thread (after SIGSTOP and SIGCONT it often does). Python then runs the
+    handler in the main thread, but only once that goes on: a wait for a queue would last to its end.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        """Begin. Call it in the main thread."""
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._run, args=(self._reader, wake), daemon=True).start()
+
+    @staticmethod
+    def _run(reader: int, wake: Callable[[], object]) -> None:
+        while os.read(reader, 512):
+            wake()
+        os.close(reader)
+
+    def close(self) -> None:
+        """End the thread and give back what was set before."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+
+
+# -- controller -------------------------------------------------------------------------------------
+
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUT_IN_FLIGHT = 256
@@ -125,7 +157,7 @@ class Controller:
         for signum in PASSED_SIGNALS:
             signal.signal(signum, self._pass_on)
         signal.signal(signal.SIGTSTP, self._on_suspend)
-        run_record.started(self.plan, self.attempt)
+        run_folder.started(self.plan, self.attempt)
         try:
             self._hand_out()
             # For the case that an agent and its watchdog are killed together; the workers start meanwhile.
@@ -344,7 +376,7 @@ class Controller:
         elif kind in ("environment", "standing"):
             if kind == "environment":
                 self.has_engine = True
-                run_record.made_engine(self.plan, self.attempt, event)
+                run_folder.made_engine(self.plan, self.attempt, event)
             self.progress.take(event)
             self.hang.standing(event)
         elif kind == "save_asked":
@@ -354,7 +386,7 @@ class Controller:
             self.has_saved_since = self.save_asked
             self.hang.activity()
             self.verdict.may_have_saved = self.verdict.has_progressed = True
-            run_record.saved(self.plan, event)
+            run_folder.saved(self.plan, event)
             saved = (event.get("tag"), event.get("folder"), event.get("step"))
             if saved != self.last_saved:  # the Trainer saves twice at a step of stage 3
                 self.console.message(f"checkpoint {saved[0]} is in {saved[1]}")
@@ -478,7 +510,7 @@ class Controller:
                 link.transport.send({"cmd": "kill"})
                 link.transport.kill()
             self._sweep()
-            run_record.ended(self.plan.run_dir, End.of_code(128 + self.signum))
+            run_folder.ended(self.plan.run_dir, End.of_code(128 + self.signum))
             os._exit(128 + self.signum)
         self.signum, self.signalled_at = signum, time.monotonic()
         self._stop()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.trust import Folder, UntrustedError, check_folder
 from zlaunch.slurm.commands import list_living
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.system import boot_clock
 from zlaunch.system.events import decode
 from zlaunch.system.processes import signal_name
 
 if TYPE_CHECKING:
-    from zlaunch.supervisor.run_record import RunRecord
+    from zlaunch.supervisor.run_folder import RunRecord
 
 DEFAULT_FOLDER = "runs"
 _CLOCK_SKEW_S = 5.0
@@ -48,7 +48,7 @@ class FoundRun:
         """Return `running`, `queued`, `ended CODE`, `on HOST`, or `gone`: killed, without an end. Of a SLURM
         job on another host, squeue tells whether it has ended.
         """
-        waits = run_record.is_queued(self.path)
+        waits = run_folder.is_queued(self.path)
         if self.record.ended is not None and not waits:
             return f"ended {self.record.exit_code}"
         if self.is_elsewhere:
@@ -97,7 +97,7 @@ class FoundRun:
 
     def now(self) -> FoundRun:
         """Return the run with its record as it is by now."""
-        known = run_record.read(self.path)
+        known = run_folder.read(self.path)
         return self if known is None else FoundRun(self.name, self.path, known)
 
 
@@ -141,7 +141,7 @@ def look_into(folder: Path) -> RunsOfFolder:
     broken: list[Path] = []
     refused: dict[Path, str] = {}
     for path in _candidates(folder):
-        known = run_record.read(path)
+        known = run_folder.read(path)
         if known is not None:
             found.append(FoundRun(str(path.relative_to(folder)), path, known))
         elif not _has_record(path):
@@ -184,7 +184,7 @@ def find_run(text: str) -> FoundRun:
     """Find the run with this folder or name. Raises LaunchError, with the nearest name."""
     places = (Path(text), Path(DEFAULT_FOLDER, text))
     for path in places:
-        known = run_record.read(path)
+        known = run_folder.read(path)
         if known is not None:
             return FoundRun(text, path, known)
     for path in places:

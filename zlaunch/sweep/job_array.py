@@ -14,7 +14,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.slurm.commands import FINISHED, PATIENCE_S, cancel, own_tasks, state, submit
 from zlaunch.slurm.environment import SlurmError
 from zlaunch.slurm.script import BatchScript, command_line, render
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.sweep.trials import write_private
 from zlaunch.system.processes import uninterrupted
 
@@ -115,7 +115,7 @@ class JobArray:
 
     def standing(self, folder: Path) -> str:
         """Return `new`, `queued`, `running`, or `ended` and the exit code, or SLURM's word for the end."""
-        known = run_record.read(folder)
+        known = run_folder.read(folder)
         if not folder.name.isdecimal() or not ((folder / _TASK).exists() or known):
             return "new"
         number = int(folder.name)

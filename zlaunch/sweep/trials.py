@@ -6,17 +6,22 @@ import copy
 import csv
 import fcntl
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.trust import make_folder
-from zlaunch.supervisor import run_record
-from zlaunch.supervisor.event_file import EventFile
-from zlaunch.sweep.space import SweepSpace, Values
+from zlaunch.supervisor import run_folder
+from zlaunch.supervisor.run_files import EventFile
+from zlaunch.sweep.space import EarlyStopping, SweepSpace, Values
+
+# -- trials -----------------------------------------------------------------------------------------
+
 
 CONFIG = "config.json"
 """File in a trial's folder: the script's config with the trial's values."""
@@ -155,7 +160,7 @@ def open_trials(
     path = folder / "sweep.json"
     try:
         make_folder(folder)
-        if not _is_same(run_record.read_json(path), about, compared):
+        if not _is_same(run_folder.read_json(path), about, compared):
             if any(folder.glob("*/launcher.json")) or any(standing(p) != "new" for p in folder.glob("*/")):
                 raise LaunchError(
                     f"{folder} contains the runs of another sweep or command: use another --dir"
@@ -188,7 +193,7 @@ def read_trials(folder: Path, standing: Callable[[Path], str]) -> tuple[list[Swe
     """Return the trials of a sweep that somebody else runs, and its goal. Raises LaunchError."""
     path = folder / "sweep.json"
     try:
-        space = run_record.read_json(path)["space"]
+        space = run_folder.read_json(path)["space"]
         given, metric, goal = space["trials"], str(space["metric"]), str(space["goal"])
         digits = digits_of(given)
         trials = [
@@ -267,3 +272,41 @@ def write_results(folder: Path, trials: Sequence[SweepTrial]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise LaunchError(f"{path}: {error.strerror}") from None
+
+
+# -- stopping ---------------------------------------------------------------------------------------
+#
+# Decide which trials of a sweep are not worth going on with: asynchronous successive halving. Pure.
+#
+# L. Li et al., A System for Massively Parallel Hyperparameter Tuning (2020), in the form that stops trials
+# and
+# never starts one again: at min_steps, and each time at `factor` times as many, a trial goes on only while
+# it
+# is among the best 1/factor of those that have come there.
+
+
+class SuccessiveHalving:
+    """Compares trials at the last rung that each has come to."""
+
+    def __init__(self, rules: EarlyStopping, goal: str) -> None:
+        """Take the rules; `goal` is `min` or `max`."""
+        self._rules, self._sign = rules, 1.0 if goal == "min" else -1.0
+        self._rungs: dict[int, dict[int, float]] = defaultdict(dict)
+        """Steps of a rung -> trial -> its metric there, the smaller the better."""
+
+    def goes_on(self, trial: int, reports: Iterable[tuple[float, float]]) -> bool:
+        """Take a trial's new reports, step and metric, in their order; tell whether it goes on.
+
+        At a rung its first report there counts.
+        """
+        for step, value in reports:
+            rung = self._rules.min_steps
+            while rung <= step < math.inf:
+                self._rungs[rung].setdefault(trial, self._sign * value if math.isfinite(value) else math.inf)
+                rung *= self._rules.factor
+        last = max((rung for rung, known in self._rungs.items() if trial in known), default=None)
+        if last is None:
+            return True
+        known = self._rungs[last]
+        better = sum(other < known[trial] for other in known.values())
+        return math.isfinite(known[trial]) and better < math.ceil(len(known) / self._rules.factor)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from zlaunch import __version__
 from zlaunch.runtime.memory.host import host_bytes
-from zlaunch.system.facts import Facts
 from zlaunch.system.gpu_health import GpuReport, examine_gpus
+from zlaunch.system.machine import Facts
 from zlaunch.system.network import interface_addresses, open_listener
 
 _MAX_SKEW_S = 1.0

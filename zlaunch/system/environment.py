@@ -12,7 +12,7 @@ from typing import Any
 
 from zlaunch import __version__
 from zlaunch.system.checkup import driver_version, gpu_models
-from zlaunch.system.devices import discover
+from zlaunch.system.machine import discover
 
 _PACKAGES = (
     *("torch", "triton", "numpy", "numba", "safetensors", "pydantic", "PyYAML", "cloudpickle"),

@@ -6,20 +6,216 @@ import collections
 import contextlib
 import errno
 import logging
+import os
 import queue
 import random
 import shlex
+import shutil
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import paramiko
 
 from zlaunch.errors import NodeError
 from zlaunch.system.events import AgentStream, Event, encode
-from zlaunch.transports.ssh_config import HostSettings
+from zlaunch.system.user import user_name
+from zlaunch.transports.local import LocalTransport, open_program
+
+# -- openssh ----------------------------------------------------------------------------------------
+#
+# Start the agent on another host by the `ssh` program, where the configuration asks for OpenSSH.
+
+
+Asked = Mapping[str, Sequence[str]]
+"""What `ssh -G` says: option in small letters -> its values."""
+
+_OFF = ("", "no", "none", "false")
+_ANY_VALUE = (
+    *("proxycommand", "hostkeyalias", "certificatefile", "controlmaster", "controlpath"),
+    *("pkcs11provider", "knownhostscommand"),
+)
+_CERT_AUTHORITY = b"@cert-authority"
+
+
+def reason_for_openssh(asked: Asked) -> str:
+    """Return the option that only the `ssh` program can honour; empty when there is none."""
+    for name in _ANY_VALUE:
+        if any(value.lower() not in _OFF for value in asked.get(name, ())):
+            return name
+    agent = asked.get("identityagent", [""])[0]
+    if agent.lower() not in (*_OFF, "ssh_auth_sock", "$ssh_auth_sock"):
+        return "identityagent"
+    for path in asked.get("identityfile", ()):
+        if "%" in path or "${" in path:
+            return "identityfile with tokens"
+        expanded = Path(os.path.expanduser(path))
+        if Path(f"{expanded}-cert.pub").is_file():
+            return "a certificate beside the identityfile"
+        if expanded.is_file() and _has_line(Path(f"{expanded}.pub"), b"sk-"):
+            return "an identityfile on a security key"
+    for name in ("userknownhostsfile", "globalknownhostsfile"):
+        for path in (word for value in asked.get(name, ()) for word in value.split()):
+            if _has_line(Path(os.path.expanduser(path)), _CERT_AUTHORITY):
+                return "@cert-authority in known_hosts"
+    return ""
+
+
+def _has_line(path: Path, start: bytes) -> bool:
+    try:
+        return any(line.startswith(start) for line in path.read_bytes().splitlines())
+    except OSError:
+        return False
+
+
+def open_openssh(
+    host: str,
+    command: str,
+    stderr_path: Path,
+    *,
+    user: str | None,
+    port: int | None,
+    config: str | None,
+    accept_new: bool,
+    timeout_s: float,
+) -> LocalTransport:
+    """Start the agent by `command` on a host. Raises NodeError when there is no `ssh` here.
+
+    A host's refusal shows when the agent is asked who it is: `ssh` says why and ends with 255.
+    """
+    options = ["BatchMode=yes", f"ConnectTimeout={max(1, round(timeout_s))}"]
+    options += ["ServerAliveInterval=5", "ServerAliveCountMax=3", "RequestTTY=no", "LogLevel=ERROR"]
+    if accept_new:
+        options.append("StrictHostKeyChecking=accept-new")
+    argv = ["ssh", *(word for option in options for word in ("-o", option))]
+    argv += ["-F", config] if config else []
+    argv += ["-l", user] if user else []
+    argv += ["-p", str(port)] if port else []
+    advice = ": install OpenSSH's client, or use --launcher ssh"
+    return open_program(host, (*argv, "--", host, command), stderr_path, advice=advice)
+
+
+# -- ssh config -------------------------------------------------------------------------------------
+#
+# Read what the user's ssh configuration says about a host.
+#
+# OpenSSH itself is asked (`ssh -G`), which knows Include, Match and defaults; without it, paramiko's reader
+# has
+# to do.
+
+
+_CONNECT_TIMEOUT_S = 15.0
+_ASK_S = 30.0
+_NO_USER = "No user exists for uid"
+"""What OpenSSH says to users who are not in /etc/passwd."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """Says how to reach one host."""
+
+    alias: str
+    """The host as the user wrote it."""
+    hostname: str
+    user: str
+    port: int
+    identity_files: tuple[str, ...]
+    identities_only: bool
+    known_hosts: tuple[str, ...]
+    """Files of known hosts; new keys are written to the first."""
+    accept_new: bool
+    timeout_s: float
+    jump: HostSettings | None = None
+    needs_openssh: str = ""
+    """The option, of this host or of a jump host, that only the `ssh` program can honour."""
+    gssapi: bool = False
+    """Whether the `ssh` program would also try Kerberos."""
+
+
+def resolve(
+    host: str, *, user: str | None = None, port: int | None = None, config: str | None = None
+) -> HostSettings:
+    """Return the settings for a host; `user` and `port` win over the configuration. Raises NodeError."""
+    return _resolve(host, user, port, config, depth=0)
+
+
+def _resolve(host: str, user: str | None, port: int | None, config: str | None, depth: int) -> HostSettings:
+    if depth > 5:
+        raise NodeError(host, "ProxyJump goes in circles in the ssh configuration")
+    options = _ask_openssh(host, user, port, config) if shutil.which("ssh") else _read_file(host, config)
+
+    def first(name: str, default: str) -> str:
+        return options.get(name, [default])[0]
+
+    jump: HostSettings | None = None
+    for hop in first("proxyjump", "none").split(","):  # a,b: through a to b
+        if hop in ("", "none"):
+            continue
+        hop_user, _, rest = hop.removeprefix("ssh://").rpartition("@")
+        name, _, hop_port = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
+        reached = _resolve(name, hop_user or None, int(hop_port) if hop_port else None, config, depth + 1)
+        if jump is not None:
+            needs_openssh = reached.needs_openssh or jump.needs_openssh
+            reached = replace(reached, jump=jump, needs_openssh=needs_openssh)
+        jump = reached
+    timeout = first("connecttimeout", "none")
+    known_hosts = first("userknownhostsfile", "~/.ssh/known_hosts").split()
+    known_hosts += first("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
+    identities = map(os.path.expanduser, options.get("identityfile", []))
+    return HostSettings(
+        alias=host,
+        hostname=first("hostname", host),
+        user=user or first("user", user_name()),
+        port=port or int(first("port", "22")),
+        identity_files=tuple(path for path in identities if os.path.isfile(path)),
+        identities_only=first("identitiesonly", "no") == "yes",
+        known_hosts=tuple(map(os.path.expanduser, known_hosts)),
+        accept_new=first("stricthostkeychecking", "ask") in ("accept-new", "no", "off", "false"),
+        timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else _CONNECT_TIMEOUT_S,
+        jump=jump,
+        needs_openssh=reason_for_openssh(options) or (jump.needs_openssh if jump is not None else ""),
+        gssapi=first("gssapiauthentication", "no") == "yes",
+    )
+
+
+def _ask_openssh(host: str, user: str | None, port: int | None, config: str | None) -> dict[str, list[str]]:
+    command = ["ssh", "-G", *(["-F", config] if config else []), *(["-p", str(port)] if port else [])]
+    command += [f"{user}@{host}" if user else host]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired:  # a Match exec that hangs
+        raise NodeError(host, f"ssh -G has not answered within {_ASK_S:g} s") from None
+    if answer.returncode:
+        said = answer.stderr.strip()
+        if _NO_USER in said:
+            raise NodeError(host, f"ssh needs an entry for you in /etc/passwd: {said}")
+        raise NodeError(host, f"ssh -G does not accept it: {said}")
+    options: dict[str, list[str]] = {}
+    for line in answer.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return options
+
+
+def _read_file(host: str, config: str | None) -> dict[str, list[str]]:
+    import paramiko
+
+    path = os.path.expanduser(config or "~/.ssh/config")
+    if not os.path.isfile(path):
+        return {}
+    found: dict[str, Any] = dict(paramiko.SSHConfig.from_path(path).lookup(host))
+    return {key: value if isinstance(value, list) else [str(value)] for key, value in found.items()}
+
+
+# -- ssh --------------------------------------------------------------------------------------------
+
 
 # It would print tracebacks of its threads; what matters comes to us as exceptions.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from zlaunch.runtime.trust import make_folder
-from zlaunch.supervisor import run_record
-from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor import run_folder
+from zlaunch.supervisor.run_files import EventFile
 from zlaunch.system.events import Event
 from zlaunch.system.processes import die_with_parent
 from zlaunch.tuning.search import NO_STEP, OK, OUT_OF_MEMORY, Trial
@@ -102,8 +102,8 @@ def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
 
 def read_batch(folder: Path) -> BatchSizes | None:
     """Return the batch sizes of a run, as the runtime has taken them; None where it did not come so far."""
-    config = run_record.read_json(folder / "config.effective.json").get("config", {})
-    record = run_record.read(folder)
+    config = run_folder.read_json(folder / "config.effective.json").get("config", {})
+    record = run_folder.read(folder)
     micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
     if record is None or not isinstance(micro, int) or not isinstance(steps, int) or min(micro, steps) < 1:
         return None

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch.errors import LaunchError
-from zlaunch.queue.ending import settle, settle_all
-from zlaunch.supervisor import run_record
+from zlaunch.queue.daemon import settle, settle_all
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import FoundRun, RunsOfFolder, look_into
-from zlaunch.supervisor.rank_logs import LogReader, log_path
 from zlaunch.supervisor.redact import redact
+from zlaunch.supervisor.run_files import LogReader, log_path
 from zlaunch.ui.html import as_text
 from zlaunch.ui.jobs import ShownSweep, find_sweeps, open_trials_of, run_folders
 from zlaunch.ui.run_pages import RunReader
@@ -152,7 +152,7 @@ class Board:
             if as_text(str(path.relative_to(self.folder))) == key:
                 raise LaunchError(f"{key}: {why}")
         for path in self._elsewhere():
-            if self.shown_as(path) == key and (known := run_record.read(path)) is not None:
+            if self.shown_as(path) == key and (known := run_folder.read(path)) is not None:
                 return settle(FoundRun(key, path, known))
         raise LaunchError(f"there is no run {key!r} in {self.folder}")
 

@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zlaunch.queue.ending import settle
+from zlaunch.queue.daemon import queue_folder, settle
 from zlaunch.queue.store import Job, Store
-from zlaunch.queue.wake import queue_folder
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.sweep.trials import SweepTrial, ranked, read_trials
 
@@ -57,7 +56,7 @@ def open_trials_of(folder: Path, name: str) -> ShownSweep:
 
 def standing(folder: Path) -> str:
     """Return how a trial stands by its folder alone, in the words of `SweepTrial.standing`."""
-    known = run_record.read(folder)
+    known = run_folder.read(folder)
     if known is None:
         return "new"
     state = settle(FoundRun(folder.name, folder, known)).state

@@ -11,8 +11,7 @@ from zlaunch.queue.store import Job
 from zlaunch.ui.board import Board, OpenedRun, RunSummary
 from zlaunch.ui.html import Html, address, as_text, html, join
 from zlaunch.ui.jobs import ShownSweep
-from zlaunch.view.charts import label, spark
-from zlaunch.view.page import page_body
+from zlaunch.view.page import label, page_body, spark
 from zlaunch.view.progress import span
 
 POLL_S = 2.0

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zlaunch.supervisor import run_record
-from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import FoundRun
 from zlaunch.supervisor.provenance import PROVENANCE
 from zlaunch.supervisor.redact import redact
+from zlaunch.supervisor.run_files import EventFile
 from zlaunch.system.events import Event
 from zlaunch.view.page import RunPage
 from zlaunch.view.progress import RunProgress, span
@@ -46,7 +46,7 @@ class RunReader:
 
     def page(self, run: FoundRun) -> RunPage:
         """Describe the run by what has been read; ``run`` is the run as it stands now."""
-        content = run_record.read_json(run.path / "config.effective.json").get("config")
+        content = run_folder.read_json(run.path / "config.effective.json").get("config")
         known = next((event for event in reversed(self._kept) if event.get("type") == "environment"), {})
         label = run.record.label
         return RunPage(
@@ -71,7 +71,7 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
         ("state", f"{run.shown_state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
     ]
-    rows += _code(run_record.read_json(run.path / PROVENANCE))
+    rows += _code(run_folder.read_json(run.path / PROVENANCE))
     if progress.step is not None:
         rows.append(("steps", f"{progress.step}" + (f" of {progress.steps}" if progress.steps else "")))
     if progress.checkpoints:

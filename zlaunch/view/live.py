@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zlaunch.view.bottleneck import find_bottleneck
-from zlaunch.view.charts import LEAST
 from zlaunch.view.console import metrics_line
+from zlaunch.view.page import LEAST
 from zlaunch.view.progress import TIMES, RunProgress, span
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -7,7 +7,7 @@ import inspect
 from functools import cache
 
 from .... import errors
-from ... import cut
+from ...comm import cut
 from .. import trainer_checkpoints
 from ..format import manifest, tensor_file
 from . import full_weights, named

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cut import Box, box_shape, put, take, whole_box
+from ...comm.cut import Box, box_shape, put, take, whole_box
 from .tensor_file import DTYPES, CheckpointError, File
 
 FORMAT, VERSION = "zlaunch checkpoint", 1

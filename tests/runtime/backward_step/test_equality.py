@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.registry.lion import Lion
+from zlaunch.runtime.optim.lion import Lion
 
 STEPS, SAMPLES = 6, 12
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {

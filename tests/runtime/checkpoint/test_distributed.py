@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 import zlaunch
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
-from zlaunch.runtime.checkpoint.export.distributed import export_distributed
+from zlaunch.runtime.checkpoint.export.consolidate import export_distributed
 from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zlaunch.runtime.collective_step import newton_schulz
+from zlaunch.runtime.optim import muon
 
 
 class ReferenceLamb:
@@ -46,13 +46,13 @@ class ReferenceLamb:
 
 def multiply_exactly() -> None:
     """Let Muon multiply in double precision: in bf16 another processor's order of sums is another number."""
-    newton_schulz.PRODUCTS = torch.float64
+    muon.PRODUCTS = torch.float64
 
 
 def reference_orthogonal(x: Tensor) -> Tensor:
     """Five steps of the quintic iteration, of a matrix in bf16."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    y = x.bfloat16().to(newton_schulz.PRODUCTS)
+    y = x.bfloat16().to(muon.PRODUCTS)
     y = y if x.size(0) <= x.size(1) else y.T
     y = y / y.norm().clamp(min=1e-7)
     for _ in range(5):

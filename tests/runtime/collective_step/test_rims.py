@@ -29,7 +29,7 @@ from tests.runtime.collective_step.references import (
 )
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import Lamb, Muon
-from zlaunch.runtime.collective_step.muon_groups import split_for_muon
+from zlaunch.runtime.optim.muon import split_for_muon
 
 
 def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -136,7 +136,7 @@ def test_an_open_gradient_clipping_is_refused() -> None:
 
 def _logger_level() -> tuple[int, int]:
     from zlaunch.compat.deepspeed.engine import initialize
-    from zlaunch.compat.deepspeed.log import logger
+    from zlaunch.compat.deepspeed.tools import logger
 
     zlaunch.init_distributed()
     before = logger.level

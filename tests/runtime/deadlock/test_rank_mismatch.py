@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net
 from tests.runtime.workers import WorkerError, join, run_workers
-from zlaunch.runtime.deadlock.watch import Blocked, in_vain
+from zlaunch.runtime.comm.deadlock import Blocked, in_vain
 
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
 

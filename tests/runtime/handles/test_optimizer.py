@@ -15,7 +15,7 @@ import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import Lamb
-from zlaunch.runtime.handles.optimizer import ZeroOptimizer
+from zlaunch.runtime.script.optimizer import ZeroOptimizer
 
 TOLERANCE = 1e-9
 STAGES = (0, 1, 2, 3)

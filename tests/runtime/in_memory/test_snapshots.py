@@ -19,9 +19,8 @@ import zlaunch
 from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.checkpoint import save
+from zlaunch.runtime.checkpoint import in_memory, save
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
-from zlaunch.runtime.in_memory import transfers
 
 EVERY = 4
 STEPS = 10
@@ -165,7 +164,7 @@ def _without_room(folder: str) -> tuple[str, list[float]]:
     losses = train(engine, 0, EVERY + 1)
     engine.checkpoints._snapshots.wait()
     if rank == 1:
-        transfers._make_room = full
+        in_memory._make_room = full
     with redirect_stdout(io.StringIO()) as out:
         losses += train(engine, EVERY + 1, STEPS)
         engine.destroy()

@@ -13,9 +13,8 @@ from tests.runtime.tensor_parallel.families import FAMILIES, SIZES, make
 from tests.runtime.tensor_parallel.task import settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.memory.activations import of_module, of_numbers
-from zlaunch.runtime.memory.axes import of_one_rank
-from zlaunch.runtime.memory.model_sizes import ModelSizes, from_hugging_face, from_numbers
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.memory.model import ModelSizes, from_hugging_face, from_numbers, of_one_rank
+from zlaunch.runtime.mesh import MeshShape
 
 LAYERS: dict[str, Any] = {"num_hidden_layers": 3}
 

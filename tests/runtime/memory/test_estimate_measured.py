@@ -16,7 +16,7 @@ from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory.activations import computing_in, of_module
 from zlaunch.runtime.memory.choices import CONTEXT_BYTES, Estimated, Machines, compare, fastest_that_fits
-from zlaunch.runtime.memory.model_sizes import ModelSizes, from_function, from_hugging_face
+from zlaunch.runtime.memory.model import ModelSizes, from_function, from_hugging_face
 from zlaunch.runtime.offload.manager import Tier
 
 QUICK = [("mlp", False), ("llama", True)]

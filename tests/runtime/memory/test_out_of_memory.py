@@ -16,9 +16,8 @@ import torch
 import zlaunch
 from tests.limits import LIMIT_S
 from zlaunch.runtime.config import load
-from zlaunch.runtime.memory.advice import MemoryAdviser
+from zlaunch.runtime.memory.advice import MemoryAdviser, find_holders
 from zlaunch.runtime.memory.estimate import Setting
-from zlaunch.runtime.memory.holders import find_holders
 from zlaunch.runtime.offload.manager import OffloadOptions, Tier
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}

@@ -14,8 +14,8 @@ from tests.runtime.workers import join, run_workers
 from tests.unit.memory.test_estimate import setting
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory.estimate import GIB, Amounts, Setting, check, narrowed, plan
-from zlaunch.runtime.offload.options import mean_state_count
-from zlaunch.runtime.registry.optimizers import build_optimizer
+from zlaunch.runtime.offload.manager import mean_state_count
+from zlaunch.runtime.optim.registry import build_optimizer
 from zlaunch.runtime.zero import placeholder
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ import zlaunch
 from tests.runtime.mesh.nodes import join_nodes
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
+from zlaunch.runtime.comm import nodes as choice
+from zlaunch.runtime.comm.nodes import Mesh, NodeRanks, divide
+from zlaunch.runtime.comm.two_hops import BETWEEN, INSIDE
 from zlaunch.runtime.config import ConfigError
 from zlaunch.runtime.errors import UnsupportedError
-from zlaunch.runtime.mesh import choice
-from zlaunch.runtime.mesh.topology import Mesh, NodeRanks, divide
-from zlaunch.runtime.mesh.two_hops import BETWEEN, INSIDE
 
 WIDTH, DEPTH = 96, 8
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}

@@ -17,8 +17,7 @@ import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.comm.collectives import Comm
-from zlaunch.runtime.monitor.comms_logger import log_summary, newest_log
-from zlaunch.runtime.monitor.logged_comm import LoggedComm
+from zlaunch.runtime.observe.comms_logger import LoggedComm, log_summary, newest_log
 
 OVER = {"shared memory": {}, "gloo": {"ZLAUNCH_SHARED_MEMORY": "0"}}
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import zlaunch
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.monitor.step_reporter import StepReporter, _finish
+from zlaunch.runtime.observe.reporter import StepReporter, _finish
 
 PARTS = ("forward_ms", "backward_ms", "step_ms", "communication_ms", "disk_ms", "script_ms")
 

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from tests.limits import LIMIT_S
 from zlaunch.runtime.errors import DiskError
-from zlaunch.runtime.offload.disk import ALIGN_BYTES, DiskEngine, ScratchFile, aligned, aligned_buffer
-from zlaunch.runtime.offload.scratch import ScratchFolder
+from zlaunch.runtime.offload.disk import (
+    ALIGN_BYTES,
+    DiskEngine,
+    ScratchFile,
+    ScratchFolder,
+    aligned,
+    aligned_buffer,
+)
 
 
 @settings(max_examples=30, deadline=None)

@@ -21,8 +21,8 @@ from tests.limits import LIMIT_S
 from tests.runtime.models import batches, config, loss_of, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import DiskError, MemoryPlanError
-from zlaunch.runtime.offload.scratch import ScratchFolder
-from zlaunch.runtime.registry.lion import Lion
+from zlaunch.runtime.offload.disk import ScratchFolder
+from zlaunch.runtime.optim.lion import Lion
 
 STEPS = 3
 TILES = {"sub_group_size": 4096}
@@ -197,7 +197,7 @@ def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path, world: int
 @contextmanager
 def in_background(on: bool = True) -> Iterator[None]:
     """Engines made inside do offloaded steps in a thread of their own, as they do on a GPU."""
-    from zlaunch.runtime.offload.background_step import BackgroundStep
+    from zlaunch.runtime.offload.step import BackgroundStep
 
     original = BackgroundStep.__init__
 

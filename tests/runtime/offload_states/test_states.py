@@ -13,7 +13,7 @@ from torch import Tensor
 import zlaunch
 from tests.runtime.models import batches, config, loss_of, net
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.zero.ownership import STATES
+from zlaunch.runtime.zero.placeholder import STATES
 
 TRAINING = [name for name in STATES if name != "lp_params"]
 """What OpenRLHF moves: the weights stay, since it copies them to the inference engine."""

@@ -13,7 +13,7 @@ from tests.runtime.collective_step.models import error
 from tests.runtime.one_bit.one_bit_reference import ReferenceOneBit
 from tests.runtime.one_bit.test_one_bit import TOLERANCE, layouts_of
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.one_bit.sign_exchange import BYTES
+from zlaunch.runtime.optim.sign_exchange import BYTES
 
 STEPS = 11
 KINDS: dict[str, dict[str, Any]] = {

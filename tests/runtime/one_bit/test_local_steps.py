@@ -16,7 +16,7 @@ from tests.runtime.one_bit.local_steps_reference import ReferenceLocalSteps
 from tests.runtime.one_bit.test_one_bit import TOLERANCE, layouts_of
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import ZeroOneAdam
-from zlaunch.runtime.one_bit.sign_exchange import BYTES
+from zlaunch.runtime.optim.sign_exchange import BYTES
 
 PARAMS: dict[str, Any] = {
     "lr": 3e-3,

@@ -26,7 +26,7 @@ from tests.runtime.one_bit.one_bit_reference import ReferenceOneBit
 from tests.runtime.workers import join, run_workers
 from zlaunch.cuda_ops import loader
 from zlaunch.optim import OneBitAdam, OneBitLamb
-from zlaunch.runtime.one_bit.sign_exchange import BYTES
+from zlaunch.runtime.optim.sign_exchange import BYTES
 
 KINDS: dict[str, dict[str, Any]] = {
     "OneBitAdam": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6, "freeze_step": 6},

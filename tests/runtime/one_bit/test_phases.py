@@ -13,7 +13,7 @@ from tests.runtime.collective_step.models import data, make_engine, section, tra
 from tests.runtime.one_bit.test_local_steps import ADAM
 from tests.runtime.workers import join, run_workers
 from zlaunch.optim import OneBitAdam
-from zlaunch.runtime.one_bit.sign_exchange import BYTES
+from zlaunch.runtime.optim.sign_exchange import BYTES
 
 
 class Equal(nn.Module):

@@ -18,7 +18,7 @@ from tests.runtime.workers import run_workers
 def _train(stage: int, on_device: bool, section: str) -> tuple[Any, list[Any]]:
     """Sections are dtypes; "fp64" is what fp32 is measured by."""
     from zlaunch.runtime import build
-    from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
+    from zlaunch.runtime.optim.step import ShardedOptimizer
 
     def deciding(*args: Any, **kwargs: Any) -> ShardedOptimizer:
         return ShardedOptimizer(*args, **{**kwargs, "on_device": on_device})
@@ -80,7 +80,7 @@ def test_it_makes_the_same_step(section: str, world: int) -> None:
 def _floor() -> str:
     from zlaunch.runtime import build
     from zlaunch.runtime.errors import LossScaleFloorError
-    from zlaunch.runtime.optim.sharded_optimizer import ShardedOptimizer
+    from zlaunch.runtime.optim.step import ShardedOptimizer
 
     plain = ShardedOptimizer
     build.ShardedOptimizer = lambda *args, **kwargs: plain(*args, **{**kwargs, "on_device": True})  # type: ignore

@@ -16,9 +16,8 @@ import zlaunch
 from tests.runtime.models import batches, config, net, train_engine
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.comm.collectives import Comm
+from zlaunch.runtime.comm.shared_memory import SharedMemory, connect
 from zlaunch.runtime.errors import PeerLost
-from zlaunch.runtime.shared_memory.connect import connect
-from zlaunch.runtime.shared_memory.memory import SharedMemory
 
 ALONE = {"ZLAUNCH_SHARED_MEMORY": "0"}
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import zlaunch
 from tests.needs import needs_package
-from zlaunch.runtime.tensor_parallel.decide import Decision
-from zlaunch.runtime.tensor_parallel.plan import STYLES, find_plan
+from zlaunch.runtime.parallel.plans import STYLES, find_plan
+from zlaunch.runtime.parallel.tensor import Decision
 
 pytestmark = needs_package("transformers")
 

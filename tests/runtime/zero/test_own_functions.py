@@ -15,7 +15,7 @@ import zlaunch
 from tests.runtime.models import Layer, config, relative_error
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed.parameters import ZeroParamStatus, use_deepspeeds_placeholders
-from zlaunch.runtime.zero.ownership import UnitState
+from zlaunch.runtime.zero.placeholder import UnitState
 from zlaunch.runtime.zero.unit import owner_of
 
 WIDTH, VOCABULARY = 32, 160

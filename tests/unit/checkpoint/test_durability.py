@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from zlaunch.runtime.checkpoint.format.commit import put_in_place, replace_file, sync_folder, write_manifest
+from zlaunch.runtime.checkpoint.format.files import FileWriter
 from zlaunch.runtime.checkpoint.format.manifest import MANIFEST
-from zlaunch.runtime.checkpoint.format.writer import FileWriter
 from zlaunch.runtime.offload.transfer import HostLink
 
 

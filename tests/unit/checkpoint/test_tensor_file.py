@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from zlaunch.runtime.checkpoint.format import tensor_file, writer
+from zlaunch.runtime.checkpoint.format import files, tensor_file
 from zlaunch.runtime.checkpoint.format.commit import new_owner, replace_file
+from zlaunch.runtime.checkpoint.format.files import FileWriter
 from zlaunch.runtime.checkpoint.format.tensor_file import NAMES, CheckpointError, File
-from zlaunch.runtime.checkpoint.format.writer import FileWriter
 from zlaunch.runtime.comm.pending import Pending
 from zlaunch.runtime.offload.transfer import HostLink
 
@@ -44,7 +44,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], pieces: int = 1) -> dict
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tensor_file, writer):
+    for module in (tensor_file, files):
         monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
 
 

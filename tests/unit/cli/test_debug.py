@@ -15,7 +15,7 @@ from zlaunch.launchers.ssh import SshLauncher
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Program
 from zlaunch.supervisor.nodes import Link, Node, Rendezvous
-from zlaunch.system.facts import Facts
+from zlaunch.system.machine import Facts
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import click
 import pytest
 
 from zlaunch.cli.commands import COMMAND_GROUPS, SUBCOMMANDS, Option, command_groups, load
+from zlaunch.cli.flags import torchrun_flags
 from zlaunch.cli.main import main
 from zlaunch.cli.run import run
-from zlaunch.cli.torchrun_flags import torchrun_flags
 
 
 def every_command() -> Iterator[tuple[list[str], click.Command]]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.cli import logs
-from zlaunch.supervisor.rank_logs import LogPiece
+from zlaunch.supervisor.run_files import LogPiece
 from zlaunch.view.console import Console
 
 

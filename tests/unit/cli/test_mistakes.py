@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from zlaunch.cli.main import main
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
-from zlaunch.system.devices import Devices
+from zlaunch.system.machine import Devices
 
 MISTAKES: dict[str, tuple[str, ...]] = {
     # Words of other launchers
@@ -169,7 +169,7 @@ def test_more_gpus_than_there_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devices = Devices(("0", "1"), None)
-    monkeypatch.setattr("zlaunch.launchers.local.discover", lambda environ: devices)
+    monkeypatch.setattr("zlaunch.launchers.this_node.discover", lambda environ: devices)
     assert main(["--num_gpus", "8", "train.py"]) == 2
     said = capsys.readouterr().err
     assert said == "zlaunch: error: --num_gpus 8: this machine has 2 GPUs\n"
@@ -181,15 +181,15 @@ def test_more_gpus_than_there_are(
 def test_a_queued_run_whose_gpu_is_gone_is_refused_by_its_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zlaunch.launchers.local.discover", lambda environ: Devices(("0", "1"), None))
+    monkeypatch.setattr("zlaunch.launchers.this_node.discover", lambda environ: Devices(("0", "1"), None))
     folder = tmp_path / "run"
     folder.mkdir()
-    run_record.queued(str(folder), "id", ["localhost"], 1, ["train.py"])
+    run_folder.queued(str(folder), "id", ["localhost"], 1, ["train.py"])
     words = ["--run_id", "id", "--run_dir", str(folder), "--include", "localhost:3", "train.py"]
     assert main(["--dry_run", *words]) == 2
-    assert run_record.own_end(str(folder), 2) == End(2, "refused"), "nothing was to be started"
+    assert run_folder.own_end(str(folder), 2) == End(2, "refused"), "nothing was to be started"
     assert main(words) == 2
-    assert run_record.own_end(str(folder), 2) == End(2, "host refused", slots=(("localhost", 3),))
+    assert run_folder.own_end(str(folder), 2) == End(2, "host refused", slots=(("localhost", 3),))
 
 
 @pytest.mark.parametrize("slurm", [True, False])

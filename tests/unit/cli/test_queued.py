@@ -16,9 +16,9 @@ import json, os, signal, sys
 from pathlib import Path
 from zlaunch.cli import queued
 from zlaunch.plan.plan import Plan
-from zlaunch.queue.attempt import Attempt
+from zlaunch.queue.daemon import Attempt
 from zlaunch.queue.start_request import StartRequest
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
 
 folder = Path(sys.argv[1])
@@ -30,8 +30,8 @@ def send(signum):
 
 def run(code):
     # as run_job does: its handlers are gone when the outcome is known
-    run_record.begun(str(folder), "id", ("localhost",), 1)
-    run_record.ended(str(folder), End.of_code(code))
+    run_folder.begun(str(folder), "id", ("localhost",), 1)
+    run_folder.ended(str(folder), End.of_code(code))
     return code
 
 def as_begun(signum):

@@ -13,7 +13,7 @@ import pytest
 
 from zlaunch.cli.main import main
 from zlaunch.cli.short_command import short_commands
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 
 LONG = "--num_gpus 8 --max_restarts 3 work/train.py --config ds.json --model llama-7b --lr 3e-4 --seed 17"
 
@@ -56,7 +56,7 @@ def test_ps_uses_the_width_of_the_terminal(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["zlaunch", *shlex.split(LONG)])
     (tmp_path / "run").mkdir()
-    run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 8)
+    run_folder.begun(str(tmp_path / "run"), "run", ["localhost"], 8)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for width, found in ((121, "... train.py --config ds.json ..."), (151, "train.py --config"), (250, LONG)):
         size = os.terminal_size((width, 24))
@@ -78,6 +78,6 @@ def test_a_run_inside_slurm_shows_its_job(
     (tmp_path / "run").mkdir()
     for job in ("17", ""):
         monkeypatch.setenv("SLURM_JOB_ID", job)
-        run_record.begun(str(tmp_path / "run"), "run", ["localhost"], 1)
+        run_folder.begun(str(tmp_path / "run"), "run", ["localhost"], 1)
         assert main(["ps", str(tmp_path / "run")]) == 0
         assert ("SLURM job 17" in capsys.readouterr().out) == bool(job)

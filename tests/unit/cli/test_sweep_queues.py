@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.queue.test_store import submission
-from zlaunch.cli.sweep_queues import LocalQueue
+from zlaunch.cli.sweep import LocalQueue
 from zlaunch.errors import LaunchError
+from zlaunch.queue.daemon import queue_folder, take_lock
 from zlaunch.queue.store import Store
-from zlaunch.queue.wake import queue_folder, take_lock
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
 
 
@@ -28,7 +28,7 @@ def test_a_look_costs_the_same_however_many_trials_there_are(
     trials = [folder / f"{number:03d}" for number in range(20)]
     for path in trials:
         path.mkdir(parents=True)
-        run_record.queued(str(path), path.name, ["localhost"], 1, ["x.py"])
+        run_folder.queued(str(path), path.name, ["localhost"], 1, ["x.py"])
         store.add(submission(run_dir=str(path)), {})
     lock = take_lock(queue_folder())  # nobody starts a daemon
     assert lock is not None
@@ -52,7 +52,7 @@ def test_a_look_costs_the_same_however_many_trials_there_are(
     assert [queue.standing(path) for path in trials[:2]] == ["ended 7", "queued"]
     with once(store) as base:
         base.execute("DELETE FROM jobs WHERE id = ?", (first.id,))  # the queue forgets old ends
-    run_record.left_queue(trials[0], End(7, "failed"))
+    run_folder.left_queue(trials[0], End(7, "failed"))
     queue.look()
     assert queue.standing(trials[0]) == "ended 7" and queue.standing(folder / "none") == "new"
     os.close(lock)
@@ -64,7 +64,7 @@ def test_a_trial_whose_folder_was_removed_is_new(tmp_path: Path, monkeypatch: py
     store = Store(queue_folder())
     trial = folder / "001"
     trial.mkdir(parents=True)
-    run_record.queued(str(trial), "001", ["localhost"], 1, ["x.py"])
+    run_folder.queued(str(trial), "001", ["localhost"], 1, ["x.py"])
     number = store.add(submission(run_dir=str(trial)), {})
     lock = take_lock(queue_folder())  # nobody starts a daemon
     assert lock is not None

@@ -9,9 +9,9 @@ from typing import Any
 import click
 import pytest
 
+from zlaunch.cli.flags import Surroundings, take_flags
 from zlaunch.cli.main import main
 from zlaunch.cli.run import run
-from zlaunch.cli.torchrun_flags import Surroundings, take_flags
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.arrival import Arrival
 

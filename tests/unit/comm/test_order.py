@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zlaunch.runtime.comm.order import Order
+from zlaunch.runtime.comm.collectives import Order
 
 
 def orders(*labels: list[int], channel: int = 1) -> list[Order]:

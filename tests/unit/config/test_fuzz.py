@@ -194,6 +194,6 @@ def test_any_text_as_a_file(tmp_path_factory: pytest.TempPathFactory, text: str)
     )
 )
 def test_reader_agrees_with_json(value: Any) -> None:
-    from zlaunch.runtime.config.jsonc import parse
+    from zlaunch.runtime.config.load import parse
 
     assert parse(json.dumps(value, indent=1)) == (value, [])

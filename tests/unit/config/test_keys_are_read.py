@@ -12,11 +12,11 @@ import torch
 from pydantic.fields import FieldInfo
 
 from zlaunch.runtime.config import Config, ConfigError, load
-from zlaunch.runtime.config.field_types import Section
-from zlaunch.runtime.config.known_keys import extra, section_of
+from zlaunch.runtime.config.check import extra, section_of
+from zlaunch.runtime.config.fields import Section
 from zlaunch.runtime.config.optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zlaunch.runtime.config.reference import markdown
-from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
+from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
 
 ROOT = Path(__file__).parents[3]
 SETTLED_INSIDE = {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config import ConfigError, load, mesh_shape, resolve
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.mesh import MeshShape
 
 SIZES = st.integers(1, 5)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zlaunch.runtime.config import ConfigError, load
-from zlaunch.runtime.precision.policy import Precision, choose_precision
+from zlaunch.runtime.precision import Precision, choose_precision
 
 ON = {"enabled": True}
 

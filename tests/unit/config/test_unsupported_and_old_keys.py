@@ -75,7 +75,7 @@ def test_offload_param_below_stage_3_is_ignored(stage: int) -> None:
 
 
 def test_a_section_that_is_off_decides_nothing() -> None:
-    from zlaunch.runtime.offload.options import offload_options
+    from zlaunch.runtime.offload.manager import offload_options
 
     source: dict[str, Any] = {
         "stage": 3,
@@ -200,7 +200,7 @@ def test_a_key_that_only_another_precision_has() -> None:
 
 def test_every_known_key_is_known_everywhere() -> None:
     """In a section that does not have it, each key is told where it belongs."""
-    from zlaunch.runtime.config.known_keys import homes
+    from zlaunch.runtime.config.check import homes
 
     elsewhere = {key: places for key, places in homes().items() if "data_types" not in places}
     assert len(elsewhere) > 200

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from zlaunch.runtime.config import Config, ConfigError, load
+from zlaunch.runtime.config.check import homes, names, unknown
 from zlaunch.runtime.config.foreign_keys import FOREIGN
 from zlaunch.runtime.config.forms import forms, read_stage
-from zlaunch.runtime.config.known_keys import homes, names, unknown
 from zlaunch.runtime.config.other_names import read_optimizer, read_scheduler
 
 DATA = Path(__file__).parents[2] / "data"

@@ -23,7 +23,7 @@ from zlaunch.cuda_ops import host, loader
 from zlaunch.cuda_ops.loss_scale import LossScaleState, update_loss_scale
 from zlaunch.cuda_ops.norm import prepare_step, sum_of_squares
 from zlaunch.runtime.errors import LossScaleFloorError
-from zlaunch.runtime.precision.loss_scaler import LossScaler
+from zlaunch.runtime.precision import LossScaler
 
 from .test_kernels_math import adam, lion, sgd
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.expert_parallel.experts import Experts
-from zlaunch.runtime.expert_parallel.indices import bounds, check_bounds, check_kind
+from zlaunch.runtime.parallel.expert import Experts, bounds, check_bounds, check_kind
 
 
 @pytest.mark.parametrize(("numbers", "wanted"), [([[3, 1]], [0, 3]), ([[-1, 2]], [-1, 2]), ([], [0, 0])])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.handles.consistency import Signature, first_difference
+from zlaunch.runtime.script.accept import Signature, first_difference
 
 W: Signature = ("w", (2, 3), "torch.float32", True)
 V: Signature = ("v", (3,), "torch.float32", True)

@@ -12,7 +12,7 @@ from kubeflow_trainer_api import models
 
 from zlaunch.cli.k8s import k8s
 from zlaunch.cli.main import main
-from zlaunch.launchers.pods import read_pod
+from zlaunch.launchers.found import read_pod
 
 
 def manifest(*words: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.batch_systems import BatchJob, read_job
+from zlaunch.launchers.found import BatchJob, read_job
 
 
 def test_hosts_of_each_system(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.batch_systems import BatchJob, read_job
-from zlaunch.launchers.mpi_tasks import read_task
-from zlaunch.launchers.pods import take_pod
+from zlaunch.launchers.found import BatchJob, read_job, read_task, take_pod
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "1"}

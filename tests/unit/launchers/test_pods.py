@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.pods import Pod, half_said, read_pod, take_pod
+from zlaunch.launchers.found import Pod, half_said, read_pod, take_pod
 
 JOB = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 

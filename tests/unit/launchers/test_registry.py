@@ -12,7 +12,7 @@ from zlaunch.cli.run import run
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.grammar import HostEntry
 from zlaunch.launchers import registry
-from zlaunch.launchers.selection import HostSelection
+from zlaunch.launchers.base import HostSelection
 from zlaunch.launchers.this_node import ThisNodeLauncher
 
 NAMES = [*registry.NAMED, *registry._IMPLIED]

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.srun_task import SrunTaskLauncher
+from zlaunch.launchers.slurm import SrunTaskLauncher
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Plan, Program
 from zlaunch.slurm.environment import AllocatedNode, Allocation
 from zlaunch.supervisor.verdict import Outcome
-from zlaunch.system.devices import Devices
+from zlaunch.system.machine import Devices
 
 OPTIONS = Options(
     program=Program("script", "train.py"),
@@ -56,8 +56,8 @@ def plan_of(
     """The plan of a task that sees these GPUs and cores."""
     for name in [name for name in os.environ if name.startswith("SLURM") or name == "OMP_NUM_THREADS"]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("zlaunch.system.devices.discover", lambda environ: Devices(tuple(tokens), None))
-    monkeypatch.setattr("zlaunch.system.facts.cores_by_numa", lambda: tuple(range(cores)))
+    monkeypatch.setattr("zlaunch.system.machine.discover", lambda environ: Devices(tuple(tokens), None))
+    monkeypatch.setattr("zlaunch.system.machine.cores_by_numa", lambda: tuple(range(cores)))
     return SrunTaskLauncher(replace(OPTIONS, **options), allocation).own_plan(attempt)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zlaunch.runtime.config import load, resolve
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory.activations import of_numbers, parse_shape
+from zlaunch.runtime.memory.activations import Activations, of_numbers, parse_shape
 from zlaunch.runtime.memory.choices import (
     CONTEXT_BYTES,
     Estimated,
@@ -20,9 +20,8 @@ from zlaunch.runtime.memory.choices import (
     fastest_that_fits,
 )
 from zlaunch.runtime.memory.estimate import GIB
-from zlaunch.runtime.memory.model_sizes import from_function, from_numbers
-from zlaunch.runtime.memory.transformer import Activations
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.memory.model import from_function, from_numbers
+from zlaunch.runtime.mesh import MeshShape
 
 GPT2_XL = from_numbers(1_557_611_200, 1600, 48, 50257)
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import zlaunch
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory import host, resources
+from zlaunch.runtime.memory import host, preflight
+from zlaunch.runtime.memory.activations import activations_per_token
 from zlaunch.runtime.memory.estimate import (
     GIB,
     Amounts,
@@ -26,7 +27,6 @@ from zlaunch.runtime.memory.estimate import (
     plan,
     shortages,
 )
-from zlaunch.runtime.memory.transformer import activations_per_token
 from zlaunch.runtime.offload.manager import OffloadOptions, Tier
 
 BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
@@ -231,10 +231,10 @@ def test_free_memory_is_what_the_kernel_and_the_groups_say(
     (tmp_path / "memory.max").write_text("max\n")
     assert host.host_bytes() > 5000000
     options = OffloadOptions(optimizer_path=str(tmp_path / "not" / "there"))
-    assert resources.available(torch.device("cpu"), options, 2).disk > 0
-    assert resources.other_drive_bytes(options, 2) is None
+    assert preflight.available(torch.device("cpu"), options, 2).disk > 0
+    assert preflight.other_drive_bytes(options, 2) is None
     other = OffloadOptions(optimizer_path=str(tmp_path), parameters_path="/dev/shm/x")
-    assert (resources.other_drive_bytes(other, 2) or 0) > 0
+    assert (preflight.other_drive_bytes(other, 2) or 0) > 0
 
 
 def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from zlaunch.runtime.comm.nodes import Mesh, NodeRanks, divide, find_nodes
 from zlaunch.runtime.config import ConfigError
-from zlaunch.runtime.mesh.topology import Mesh, NodeRanks, divide, find_nodes
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.mesh import MeshShape
 
 
 def nodes(*counts: int) -> list[NodeRanks]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zlaunch.runtime.config import load
-from zlaunch.runtime.monitor.trackers import CometExperiment
+from zlaunch.runtime.observe.trackers import CometExperiment
 
 Logged = list[tuple[str, float, int]]
 

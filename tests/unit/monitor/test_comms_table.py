@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from zlaunch.runtime.config import ConfigError, load
-from zlaunch.runtime.config.profilers import OPERATIONS
-from zlaunch.runtime.monitor import comms_logger
-from zlaunch.runtime.monitor.comms_logger import CommRow, CommsLogger, bus_share, table
+from zlaunch.runtime.config.schema import OPERATIONS
+from zlaunch.runtime.observe import comms_logger
+from zlaunch.runtime.observe.comms_logger import CommRow, CommsLogger, bus_share, table
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ import torch
 from tests.limits import LIMIT_S
 from zlaunch.runtime.config import load
 from zlaunch.runtime.errors import MonitorError
-from zlaunch.runtime.monitor.monitor import Monitor
-from zlaunch.runtime.monitor.trackers import Event, TensorBoard
+from zlaunch.runtime.observe.trackers import Event, Monitor, TensorBoard
 
 EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/train_loss", torch.tensor(1.5), 8)]
 
@@ -74,7 +73,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 WANDB = """
 import json, sys, torch, wandb
 from zlaunch.runtime.config import load
-from zlaunch.runtime.monitor.monitor import Monitor
+from zlaunch.runtime.observe.trackers import Monitor
 
 theirs = wandb.init(project="theirs") if sys.argv[1] == "before" else None
 config = load({"wandb": {"enabled": True, "project": "mine", "group": "g"}}).config

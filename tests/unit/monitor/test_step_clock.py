@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.monitor import step_clock as module
-from zlaunch.runtime.monitor.step_clock import DISK, StepClock, TimedStep
+from zlaunch.runtime.observe import clock as module
+from zlaunch.runtime.observe.clock import DISK, StepClock, TimedStep
 
 
 class Scene:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from zlaunch.runtime import report
 from zlaunch.runtime.config import load
 from zlaunch.runtime.data import EngineLoader
-from zlaunch.runtime.monitor.total_steps import find_total_steps
+from zlaunch.runtime.observe.reporter import find_total_steps
 
 
 class Stream(IterableDataset[int]):

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.network.benchmark import rounds
-from zlaunch.runtime.network.slow_links import (
+from zlaunch.runtime.comm.benchmark import (
     NetworkLink,
     best_of,
     doubtful,
@@ -17,6 +16,7 @@ from zlaunch.runtime.network.slow_links import (
     name_slow_links,
     name_slow_nodes,
     rate,
+    rounds,
 )
 
 NOISE = st.floats(0.75, 1.3)

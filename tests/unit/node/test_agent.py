@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from zlaunch.node import agent as module
-from zlaunch.node.agent import Agent
-from zlaunch.node.ending import Due, Ending
+from zlaunch.node.agent import Agent, Due, Ending
 from zlaunch.node.worker import Worker
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.system import boot_clock

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.node import error_file
+from zlaunch.node import bootstrap
 
 
 def handed_over(path: Path) -> dict[str, str]:
@@ -16,7 +16,7 @@ def handed_over(path: Path) -> dict[str, str]:
     pid = os.fork()
     if pid == 0:  # a pipe takes less than a long one
         os.close(reader)
-        error_file.hand_over(str(path), writer)
+        bootstrap.hand_over(str(path), writer)
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as file:
@@ -38,7 +38,7 @@ def test_a_file_is_offered_where_there_is_none(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.delenv("ZLAUNCH_MEMORY_DIR", raising=False)
-    assert error_file.offer() is None
+    assert bootstrap.offer() is None
     monkeypatch.setenv("ZLAUNCH_MEMORY_DIR", str(tmp_path / "memory"))
-    assert error_file.offer() == os.environ["TORCHELASTIC_ERROR_FILE"] == f"{tmp_path}/memory/error_3.json"
-    assert error_file.offer() is None, "there is one"
+    assert bootstrap.offer() == os.environ["TORCHELASTIC_ERROR_FILE"] == f"{tmp_path}/memory/error_3.json"
+    assert bootstrap.offer() is None, "there is one"

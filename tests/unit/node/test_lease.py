@@ -11,7 +11,7 @@ import pytest
 
 from zlaunch.node.lease import Lease
 from zlaunch.supervisor.clock_bound import ClockBound
-from zlaunch.supervisor.heartbeat import _LATE_S, Heartbeat
+from zlaunch.supervisor.nodes import _LATE_S, Heartbeat
 from zlaunch.system import boot_clock
 
 HEARTBEAT_S, GRACE_S = 15.0, 20.0

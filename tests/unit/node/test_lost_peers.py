@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from zlaunch.node.lost_peers import talk_of
+from zlaunch.node.bootstrap import talk_of
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 from zlaunch.runtime.errors import PeerLost
-from zlaunch.supervisor.failure import without_stacks
+from zlaunch.supervisor.verdict import without_stacks
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24748"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from zlaunch.node import uplink as module
-from zlaunch.node.uplink import Uplink, take_user_input
+from zlaunch.node import agent as module
+from zlaunch.node.agent import Uplink, take_user_input
 from zlaunch.system import boot_clock
 
 HOUR_S = 3600.0

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.comm.pending import DONE, Pending
-from zlaunch.runtime.offload.buffers import BufferQueue
-from zlaunch.runtime.offload.host_store import HostStore, HostValues
-from zlaunch.runtime.offload.offloaded_step import step_tiles
+from zlaunch.runtime.offload.step import step_tiles
+from zlaunch.runtime.offload.stores import BufferQueue, HostStore, HostValues
 from zlaunch.runtime.offload.transfer import HostLink
 from zlaunch.runtime.optim.slices import make_slices, separate_unused
 from zlaunch.runtime.optim.update_rule import UpdateRule

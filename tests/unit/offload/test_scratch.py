@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from zlaunch.runtime.errors import DiskError
-from zlaunch.runtime.offload.buffers import BufferRing
-from zlaunch.runtime.offload.disk import ALIGN_BYTES, ScratchFile
-from zlaunch.runtime.offload.scratch import ScratchFolder, sweep
+from zlaunch.runtime.offload.disk import ALIGN_BYTES, ScratchFile, ScratchFolder, sweep
+from zlaunch.runtime.offload.stores import BufferRing
 from zlaunch.runtime.offload.transfer import HostLink
 
 

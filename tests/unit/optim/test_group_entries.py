@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zlaunch.runtime.checkpoint.load import groups_of, restore_groups
-from zlaunch.runtime.optim.inner_optimizer import InnerOptimizer
+from zlaunch.runtime.optim.step import InnerOptimizer
 from zlaunch.runtime.optim.update_rule import SliceUpdate, UpdateRule
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
-from zlaunch.runtime.cut import Cut, mark
-from zlaunch.runtime.optim.initial_state import give_initial_state, take_initial_state
+from zlaunch.runtime.comm.cut import Cut, mark
 from zlaunch.runtime.optim.slices import make_slices
+from zlaunch.runtime.optim.step import give_initial_state, take_initial_state
 from zlaunch.runtime.zero.layout import make_layout
 from zlaunch.runtime.zero.unit import Unit
 

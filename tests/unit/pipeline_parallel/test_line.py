@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.pipeline_parallel.line import divide, find_line, modules_of, weights_of
+from zlaunch.runtime.parallel.pipeline import divide, find_line, modules_of, weights_of
 
 
 @given(st.data(), st.integers(1, 8), st.sampled_from(["best", "parameters", "uniform"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.plan.forwarded_env import EnvError, forwarded_env, requested_env
+from zlaunch.plan.options import EnvError, forwarded_env, requested_env
 
 
 def test_the_allow_list() -> None:

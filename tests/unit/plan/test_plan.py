@@ -13,10 +13,8 @@ import pytest
 from rich.console import Console
 
 from zlaunch.cli.main import main
-from zlaunch.plan.build import make_plan
-from zlaunch.plan.facts import NodeSpec, RunFacts
-from zlaunch.plan.plan import Part, Plan, Program, is_secret, without_secrets
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.plan.plan import NodeSpec, Part, Plan, Program, RunFacts, is_secret, make_plan, without_secrets
+from zlaunch.runtime.mesh import MeshShape
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
 

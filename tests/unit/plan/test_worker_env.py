@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.build import make_plan
-from zlaunch.plan.facts import NodeSpec, RunFacts
-from zlaunch.plan.plan import Part, Program, WorkerPlan
+from zlaunch.plan.plan import NodeSpec, Part, Program, RunFacts, WorkerPlan, make_plan
 
 RUN = RunFacts(
     program=Program("script", "train.py"),

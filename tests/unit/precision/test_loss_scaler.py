@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.errors import LossScaleFloorError
-from zlaunch.runtime.precision.loss_scaler import LossScaler
+from zlaunch.runtime.precision import LossScaler
 
 
 class AtMinimum(Exception):

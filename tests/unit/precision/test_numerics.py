@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from zlaunch.runtime import numerics
+from zlaunch.runtime import precision
 from zlaunch.runtime.config import load
-from zlaunch.runtime.monitor.overflow_hint import find_overflow_hint
+from zlaunch.runtime.observe.limits import find_overflow_hint
 
 OLD = "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = {}"
 BEFORE = {
@@ -31,7 +31,7 @@ FORKS = """
 import os, sys, warnings
 warnings.simplefilter("error")
 import torch
-from zlaunch.runtime.numerics import set_tf32
+from zlaunch.runtime.precision import set_tf32
 
 def check(enabled):
     conv = getattr(torch.backends.cudnn, "conv", None)
@@ -78,9 +78,9 @@ def test_all_flags_of_tf32_agree_whatever_was_set_before() -> None:
 
 def lines(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(numerics, "say", said.append)
+    monkeypatch.setattr(precision, "say", said.append)
     comm: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    numerics.settle_precision(load(config).config, comm)
+    precision.settle_precision(load(config).config, comm)
     return said
 
 
@@ -105,7 +105,7 @@ def test_what_runs_in_the_place_of_apex_is_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_tf32_without_a_gpu_is_said_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "set_tf32", lambda enabled: pytest.fail("the flags were set"))
+    monkeypatch.setattr(precision, "set_tf32", lambda enabled: pytest.fail("the flags were set"))
     for value in (True, False):
         (line,) = lines({"tf32": value}, monkeypatch)
         assert line == "tf32 has no effect: it needs a GPU of compute capability 8.0 or higher"
@@ -114,12 +114,12 @@ def test_tf32_without_a_gpu_is_said_and_changes_nothing(monkeypatch: pytest.Monk
 
 def test_tf32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(numerics, "set_tf32", seen.append)
+    monkeypatch.setattr(precision, "set_tf32", seen.append)
     comm: Any = SimpleNamespace(rank=0, device=torch.device("cuda", 0))
     for capability in ((8, 0), (9, 0), (7, 5)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         for value in (True, False, None):
-            numerics.settle_precision(load({"tf32": value}).config, comm)
+            precision.settle_precision(load({"tf32": value}).config, comm)
     assert seen == [True, False, True, False]
 
 

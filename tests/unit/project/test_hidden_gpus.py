@@ -16,7 +16,7 @@ import zlaunch
 from tests.devices import HiddenGpus
 from tests.e2e.helpers import run
 from tests.runtime.workers import run_workers
-from zlaunch.system.devices import Devices, discover
+from zlaunch.system.machine import Devices, discover
 
 GPUS = "/proc/driver/nvidia/gpus"
 FAKED = f'mount -t tmpfs tmpfs /proc/driver && mkdir -p {GPUS}/0 {GPUS}/1 && exec "$@"'

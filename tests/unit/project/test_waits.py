@@ -28,13 +28,12 @@ ENDS = {
     ("network.py", "connection.recv"): "the socket has a timeout",
     ("arrival.py", "connection.recv"): "the socket has a timeout",
     ("reception.py", "caller.connection.recv"): "the socket does not block",
-    ("descriptors.py", "self._selector.select"): "given in seconds",
+    ("agent.py", "self._selector.select"): "given in seconds",
     ("git_state.py", "selector.select"): "given in seconds",
     ("provenance.py", "self._helper.communicate"): "a thread of its own; the run's end kills the helper",
     ("console.py", "select.select"): "as a terminal that is halted: the signal handler stops the run",
-    ("uplink.py", "select.select"): "given in seconds",
+    ("agent.py", "select.select"): "given in seconds",
     ("daemon.py", "select.select"): "given in seconds",
-    ("wake.py", "select.select"): "given in seconds",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from zlaunch.queue.attempt import Attempt, forget
+from zlaunch.queue.daemon import Attempt, forget
 from zlaunch.supervisor.end import End
 from zlaunch.system.processes import start_ticks
 

@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 
 from tests.unit.queue.test_store import submission
-from zlaunch.queue import daemon as module
-from zlaunch.queue import lost, stop
-from zlaunch.queue.attempt import Attempt
-from zlaunch.queue.daemon import Daemon
-from zlaunch.queue.judge import MOST_REFUSALS
+from zlaunch.queue import daemon
+from zlaunch.queue.daemon import MOST_REFUSALS, Attempt, Daemon, queue_folder, take_lock
 from zlaunch.queue.schedule import Demand, Slots
 from zlaunch.queue.store import QueuedJob, Store, UnreadableJob
-from zlaunch.queue.wake import queue_folder, take_lock
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.detach import CONSOLE_LOG
 from zlaunch.supervisor.end import SAVED_CODE, End
 from zlaunch.system import boot_clock
@@ -35,7 +31,7 @@ class Scene:
 
     def __init__(self, folder: Path, **asked: Any) -> None:
         (folder / "run").mkdir()
-        run_record.queued(str(folder / "run"), "run0", ["localhost"], 1, ["x.py"])
+        run_folder.queued(str(folder / "run"), "run0", ["localhost"], 1, ["x.py"])
         self.folder = queue_folder()
         self.store = Store(self.folder)
         self.id = self.store.add(submission(run_dir=str(folder / "run"), after=(), **asked), {})
@@ -67,11 +63,9 @@ class Scene:
 @pytest.fixture
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Process, int]]:
     found: list[tuple[Process, int]] = []
-    for each in (module, stop):
-        monkeypatch.setattr(each, "kill", lambda process, signum: found.append((process, signum)))
-    for each in (stop, lost):
-        monkeypatch.setattr(each, "sweep", lambda run_id: 0)
-    monkeypatch.setattr(lost, "run_processes", lambda run_id: [])
+    monkeypatch.setattr(daemon, "kill", lambda process, signum: found.append((process, signum)))
+    monkeypatch.setattr(daemon, "sweep", lambda run_id: 0)
+    monkeypatch.setattr(daemon, "run_processes", lambda run_id: [])
     return found
 
 
@@ -136,7 +130,7 @@ def test_a_time_limit_is_enforced_once_and_explains_the_end(
     os.close(lock)
     job = scene.look()
     assert (job.state, job.exit_code, job.cause, job.why) == ("ended", 143, "timed out", "time limit of 0 s")
-    record = run_record.read(job.submission.run_dir)
+    record = run_folder.read(job.submission.run_dir)
     assert record is not None and record.end == End(143, "timed out")
 
 
@@ -159,7 +153,7 @@ def test_a_launcher_that_does_not_end_is_asked_again_and_killed(
     scene: Scene, kills: list[tuple[Process, int]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[str] = []
-    monkeypatch.setattr(stop, "sweep", swept.append)
+    monkeypatch.setattr(daemon, "sweep", swept.append)
     lock = scene.hold()
     scene.attempt.begin()
     scene.store.ask(scene.job, "cancel")
@@ -277,7 +271,7 @@ def test_a_slot_that_refuses_rests_and_the_next_job_gets_the_others(
     scene: Scene, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = []
-    monkeypatch.setattr(module, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
+    monkeypatch.setattr(daemon, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
     rests = []
     for _ in range(3):
         job = ended(scene, 1, End(1, "host refused", slots=(("node1", 1),)))
@@ -308,7 +302,7 @@ def test_another_job_starts_on_the_hosts_that_do_not_rest(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = []
-    monkeypatch.setattr(module, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
+    monkeypatch.setattr(daemon, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
     scene.store.rest("bad")
     pool: Slots = {"bad": (0,), "good": (0,)}
     scene.store.add(submission(run_dir=str(tmp_path / "b"), after=(), demand=Demand(pool, 1, 1)), {})
@@ -334,8 +328,8 @@ def test_a_killed_launcher_keeps_its_slots_until_its_workers_are_gone(
 ) -> None:
     left = [Process(1, 1)]
     swept: list[str] = []
-    monkeypatch.setattr(lost, "run_processes", lambda run_id: left)
-    monkeypatch.setattr(lost, "sweep", swept.append)
+    monkeypatch.setattr(daemon, "run_processes", lambda run_id: left)
+    monkeypatch.setattr(daemon, "sweep", swept.append)
     os.close(scene.hold())
     scene.attempt.begin()
     for _ in range(7):
@@ -382,7 +376,7 @@ def test_an_attempt_of_another_boot_is_lost_and_one_of_another_namespace_is_not_
         if has_rebooted:
             patch.setattr(boot_clock, "boot_id", lambda: "another")
         else:
-            patch.setattr("zlaunch.queue.attempt.pid_namespace", lambda: 1)
+            patch.setattr("zlaunch.queue.daemon.pid_namespace", lambda: 1)
         scene.attempt.begin()
     assert scene.attempt.process() is None, "its process id says nothing here"
     assert scene.look().state == "running", "somebody holds its lock"
@@ -461,6 +455,6 @@ def test_a_run_is_asked_to_make_room_again_and_again_but_not_at_once(
     for _ in range(2):
         scene.daemon._ask_for_room(scene.job)
     assert [signum for _, signum in kills] == [signal.SIGUSR1]
-    monkeypatch.setattr(module, "_REMIND_S", 0.0)
+    monkeypatch.setattr(daemon, "_REMIND_S", 0.0)
     scene.daemon._ask_for_room(scene.job)
     assert len(kills) == 2

@@ -13,13 +13,20 @@ import pytest
 from tests.unit.queue.test_store import submission
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
-from zlaunch.queue import ending as module
-from zlaunch.queue.attempt import Attempt
-from zlaunch.queue.ending import CANCELLED, cancel_job, end_job, settle, settle_all
+from zlaunch.queue import daemon as module
+from zlaunch.queue.daemon import (
+    CANCELLED,
+    Attempt,
+    cancel_job,
+    end_job,
+    queue_folder,
+    settle,
+    settle_all,
+    take_lock,
+)
 from zlaunch.queue.schedule import Slots
 from zlaunch.queue.store import Job, QueuedJob, State, Store, UnreadableJob, Wish
-from zlaunch.queue.wake import queue_folder, take_lock
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.found_runs import FoundRun
 
@@ -32,7 +39,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "run"
         self.path.mkdir()
-        run_record.queued(str(self.path), "run", ["localhost"], 1, ["x.py"])
+        run_folder.queued(str(self.path), "run", ["localhost"], 1, ["x.py"])
         self.folder = queue_folder()
         self.store = Store(self.folder)
         self.id = self.store.add(submission(run_dir=str(self.path)), {})
@@ -45,7 +52,7 @@ class Scene:
 
     @property
     def run(self) -> FoundRun:
-        record = run_record.read(self.path)
+        record = run_folder.read(self.path)
         assert record is not None
         return FoundRun("run", self.path, record)
 
@@ -160,8 +167,8 @@ def test_a_run_whose_job_has_ended_is_ended_as_that(scene: Scene) -> None:
 def test_whoever_looks_settles_a_run_whose_daemon_and_launcher_were_killed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, has_ended: bool
 ) -> None:
-    monkeypatch.setattr("zlaunch.queue.lost.run_processes", lambda run_id: [])
-    monkeypatch.setattr("zlaunch.queue.lost._SETTLING_S", 0.0)
+    monkeypatch.setattr("zlaunch.queue.daemon.run_processes", lambda run_id: [])
+    monkeypatch.setattr("zlaunch.queue.daemon._SETTLING_S", 0.0)
     scene.store.start(scene.id, SLOTS)
     attempt = Attempt(scene.folder, scene.id, 0)
     lock = attempt.lock()
@@ -231,8 +238,8 @@ def orphan(scene: Scene, tmp_path: Path) -> FoundRun:
     """A run that is marked as queued, and unknown to the queue: its `submit` is on its way, or was killed."""
     path = tmp_path / "orphan"
     path.mkdir()
-    run_record.queued(str(path), "orphan", ["localhost"], 1, ["x.py"])
-    record = run_record.read(path)
+    run_folder.queued(str(path), "orphan", ["localhost"], 1, ["x.py"])
+    record = run_folder.read(path)
     assert record is not None
     return FoundRun("orphan", path, record)
 
@@ -251,7 +258,7 @@ def test_the_queue_is_not_asked_at_every_look(orphan: FoundRun, monkeypatch: pyt
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Store, "of_run", lambda self, path: asked.append(path))
     settle(orphan)
-    now += module._LOOK_S - 1
+    now += module._ASK_S - 1
     settle(orphan)
     assert len(asked) == 1
     now += 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zlaunch.runtime.config.optimizers import SCHEDULER_PARAMS
-from zlaunch.runtime.registry.lr_schedules import (
+from zlaunch.runtime.optim.schedules import (
     SCHEDULES,
     LRRangeTest,
     OneCycle,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.registry.lion import Lion
-from zlaunch.runtime.registry.lr_schedules import SCHEDULES
-from zlaunch.runtime.registry.optimizers import build_optimizer, build_scheduler
+from zlaunch.runtime.optim.lion import Lion
+from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
+from zlaunch.runtime.optim.schedules import SCHEDULES
 
 MODEL = torch.nn.Linear(1, 1)
 

@@ -13,7 +13,7 @@ from zlaunch.cuda_ops.arguments import AdamArgs
 from zlaunch.cuda_ops.narrow_state import fresh
 from zlaunch.cuda_ops.narrow_step import narrow_step
 from zlaunch.cuda_ops.step import adam_step
-from zlaunch.runtime.registry.optimizers import build_optimizer
+from zlaunch.runtime.optim.registry import build_optimizer
 
 LR, BETA1, BETA2, EPS, DECAY = 0.1, 0.5, 0.75, 1e-4, 0.2
 PARAMS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY}

@@ -13,17 +13,17 @@ from torch import nn
 
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory.choices import Choice, Machines, choices
-from zlaunch.runtime.memory.model_sizes import ModelSizes, from_function, from_numbers
-from zlaunch.runtime.offload.manager import Tier
-from zlaunch.runtime.step_time.operations import work_of_module
-from zlaunch.runtime.step_time.simulate import (
+from zlaunch.runtime.memory.model import ModelSizes, from_function, from_numbers
+from zlaunch.runtime.memory.step_time import (
     Operations,
     Speeds,
     StepTime,
     speeds_of_reports,
     step_time,
+    work_of_module,
     work_of_numbers,
 )
+from zlaunch.runtime.offload.manager import Tier
 
 FAST = Speeds(compute=1e30, link=1e30, host_link=1e30, host_memory=1e30, nvme_read=1e30, nvme_write=1e30)
 GPT3 = from_numbers(174_600_000_000, 12288, 96, 50257)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.supervisor.archive import check_target, pack, write
-from zlaunch.supervisor.bundle import choose_logs, failure_report
-from zlaunch.supervisor.excerpts import (
+from zlaunch.supervisor.bundle import check_target, choose_logs, failure_report, pack, write
+from zlaunch.supervisor.redact import (
     FIRST_METRICS,
     HEAD_BYTES,
     LAST_METRICS,

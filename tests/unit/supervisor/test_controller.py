@@ -19,7 +19,7 @@ import pytest
 from tests.limits import FOR_EVER_S
 from zlaunch.errors import NodeError
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.controller import Controller
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.nodes import Link
@@ -423,7 +423,7 @@ def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> Non
     assert (tmp_path / "logs" / "rank_00000.log").read_bytes() == b"hello\n"
     assert b'"type":"checkpoint"' in (tmp_path / "events.jsonl").read_bytes()
     assert "/saved" in (tmp_path / "checkpoint.json").read_text()
-    known = run_record.read(tmp_path)
+    known = run_folder.read(tmp_path)
     assert known is not None and known.pid == os.getpid() and known.hosts == ("n0", "n1")
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import Cause, End
 from zlaunch.supervisor.found_runs import FoundRun
 
@@ -52,14 +52,14 @@ def test_what_other_versions_and_damaged_files_say(content: dict[str, Any], end:
 
 
 def shown(folder: Path, end: End) -> str:
-    run_record.ended(str(folder), end)
-    record = run_record.read(folder)
+    run_folder.ended(str(folder), end)
+    record = run_folder.read(folder)
     assert record is not None and record.end == end
     return FoundRun("run", folder, record).shown_state
 
 
 def test_the_cause_stands_beside_the_code(tmp_path: Path) -> None:
-    run_record.begun(str(tmp_path), "id", ["n1"], 1)
+    run_folder.begun(str(tmp_path), "id", ["n1"], 1)
     assert shown(tmp_path, End(0, "finished")) == "ended 0"
     assert shown(tmp_path, End(143, "failed")) == "ended 143 (failed)"
     assert shown(tmp_path, End(143, "stopped")) == "ended 143 (stopped by SIGTERM)"
@@ -70,21 +70,21 @@ def test_the_cause_stands_beside_the_code(tmp_path: Path) -> None:
 
 
 def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
-    run_record.begun(str(tmp_path), "id", ["n1"], 1)
-    run_record.ended(str(tmp_path), End(128 + signal.SIGINT, "stopped"))
+    run_folder.begun(str(tmp_path), "id", ["n1"], 1)
+    run_folder.ended(str(tmp_path), End(128 + signal.SIGINT, "stopped"))
     path = tmp_path / "launcher.json"
     content = json.loads(path.read_text())
     del content["cause"], content["bad_hosts"], content["bad_slots"]
     path.write_text(json.dumps(content))
-    record = run_record.read(tmp_path)
+    record = run_folder.read(tmp_path)
     assert record is not None and record.end == End(130, "stopped")
 
 
 def test_the_end_of_a_launch_that_was_refused_before_it_began(tmp_path: Path) -> None:
-    assert run_record.own_end(str(tmp_path), 2) == End(2, "refused")
-    run_record.begun(str(tmp_path), "id", ["n1"], 1)
-    run_record.ended(str(tmp_path), End(2, "host refused", ("n1",)))
-    assert run_record.own_end(str(tmp_path), 2) == End(2, "host refused", ("n1",))
+    assert run_folder.own_end(str(tmp_path), 2) == End(2, "refused")
+    run_folder.begun(str(tmp_path), "id", ["n1"], 1)
+    run_folder.ended(str(tmp_path), End(2, "host refused", ("n1",)))
+    assert run_folder.own_end(str(tmp_path), 2) == End(2, "host refused", ("n1",))
     path = tmp_path / "launcher.json"
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1'))
-    assert run_record.own_end(str(tmp_path), 2) == End(2, "refused"), "that was another process's end"
+    assert run_folder.own_end(str(tmp_path), 2) == End(2, "refused"), "that was another process's end"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from zlaunch.node.death import likely_reason
-from zlaunch.node.oom import oom_counters, oom_rose
-from zlaunch.supervisor.failure import Failure, choose, report
+from zlaunch.node.worker import likely_reason, oom_counters, oom_rose
+from zlaunch.supervisor.verdict import Failure, choose, report
 
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer"
 

@@ -11,10 +11,10 @@ import pytest
 from tests.unit.ui.folders import write_run
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
-from zlaunch.queue.wake import queue_folder
+from zlaunch.queue.daemon import queue_folder
 from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.sweep.trials import hold
-from zlaunch.tuning.results import TuningResults
+from zlaunch.tuning.search import TuningResults
 from zlaunch.ui.board import Board
 
 STRANGER = 65533

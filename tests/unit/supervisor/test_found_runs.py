@@ -13,19 +13,19 @@ import pytest
 from tests.unit.ui.folders import write_run
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
-from zlaunch.supervisor import run_record
-from zlaunch.supervisor.event_file import EventFile
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import FoundRun, find_runs, look_into
+from zlaunch.supervisor.run_files import EventFile
 from zlaunch.supervisor.run_folder import make_run_dir
 from zlaunch.system.events import encode
 
 
 def found(folder: Path, **changed: object) -> FoundRun:
     """Return a run of this process, with a changed record."""
-    run_record.begun(str(folder), "run", ["localhost"], 1)
+    run_folder.begun(str(folder), "run", ["localhost"], 1)
     path = folder / "launcher.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-    record = run_record.read(folder)
+    record = run_folder.read(folder)
     assert record is not None
     return FoundRun("run", folder, record)
 
@@ -64,7 +64,7 @@ def test_the_record_of_a_later_version_is_read(tmp_path: Path) -> None:
 def test_folders_that_vanish_while_they_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stays", "vanishes", "inner/deep"):
         (tmp_path / name).mkdir(parents=True)
-        run_record.begun(str(tmp_path / name), name, ["localhost"], 1)
+        run_folder.begun(str(tmp_path / name), name, ["localhost"], 1)
     there = os.path.lexists
 
     def lexists(path: Path) -> bool:
@@ -89,16 +89,16 @@ def test_a_folder_that_cannot_be_read_is_refused_by_name(
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e18])
 def test_a_record_with_numbers_that_no_calendar_has_is_none(tmp_path: Path, number: float) -> None:
-    run_record.begun(str(tmp_path), "run", ["localhost"], 1)
+    run_folder.begun(str(tmp_path), "run", ["localhost"], 1)
     path = tmp_path / "launcher.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "ended": number}))
-    assert run_record.read(tmp_path) is None
+    assert run_folder.read(tmp_path) is None
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     os.mkfifo(tmp_path / "launcher.json")
-    assert run_record.read(tmp_path) is None
+    assert run_folder.read(tmp_path) is None
     with pytest.raises(OSError, match="is not a file"):
         list(EventFile(tmp_path / "events.jsonl").read())
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from zlaunch.supervisor.hang import HangWatch, Stand, note_standing, where
-from zlaunch.supervisor.positions import explain, find_position, named, read_stacks
+from zlaunch.supervisor.hang import (
+    HangWatch,
+    Stand,
+    explain,
+    find_position,
+    named,
+    note_standing,
+    read_stacks,
+    where,
+)
 
 BOTTOM = """  File "/opt/venv/lib/python3.11/site-packages/zlaunch/node/bootstrap.py", line 154 in _run_script
   File "<frozen runpy>", line 198 in _run_module_as_main

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zlaunch.supervisor.clock_bound import ClockBound
-from zlaunch.supervisor.heartbeat import _PAUSE_S, Heartbeat
+from zlaunch.supervisor.nodes import _PAUSE_S, Heartbeat
 from zlaunch.system import boot_clock
 from zlaunch.system.events import Event
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zlaunch.supervisor.hosts import Hosts
+from zlaunch.supervisor.job import Hosts
 
 
 def test_a_spare_takes_a_lost_host_s_place() -> None:

@@ -16,7 +16,7 @@ import pytest
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
 from zlaunch.plan.plan import NodePlan, Plan, Program, WorkerPlan
-from zlaunch.supervisor import checkups, run_record
+from zlaunch.supervisor import checkups, run_folder
 from zlaunch.supervisor import job as module
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.job import Job, Limits, run_job
@@ -106,7 +106,7 @@ class Scene:
         made = SimpleNamespace(links=links, waiting=set())
 
         def run() -> Outcome:
-            run_record.started(plan, more["attempt"])
+            run_folder.started(plan, more["attempt"])
             given = next(self.outcomes)
             outcome = given if isinstance(given, Outcome) else given()
             stay = self.stay(hosts, outcome)
@@ -131,7 +131,7 @@ class Scene:
         return None if end is None else end.code
 
     def end(self) -> End | None:
-        record = run_record.read(self.job.options.run_dir)
+        record = run_folder.read(self.job.options.run_dir)
         return None if record is None else record.end
 
 
@@ -298,7 +298,7 @@ def test_what_no_other_host_cures_is_refused_at_once(
     scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = scene("a")
-    run_record.begun(one.job.options.run_dir, "id", ["a"], 1)
+    run_folder.begun(one.job.options.run_dir, "id", ["a"], 1)
 
     def plan(*_: Any) -> Plan:
         raise LaunchError("--include: there is no such slot")
@@ -401,13 +401,13 @@ def test_a_second_signal_does_not_end_the_report_of_the_first(
 def test_a_signal_after_the_last_attempt_changes_nothing(
     scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = run_record.ended
+    ended = run_folder.ended
 
     def signalled(run_dir: str, end: End) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         ended(run_dir, end)
 
-    monkeypatch.setattr(run_record, "ended", signalled)
+    monkeypatch.setattr(run_folder, "ended", signalled)
     one = scene("a")
     assert one.run(Outcome(0)) == Outcome(0) and one.recorded() == 0
 

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.ui.folders import STARTED, write_run
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
-from zlaunch.supervisor import run_record
+from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.found_runs import find_run, meant
-from zlaunch.supervisor.run_record import Labels
+from zlaunch.supervisor.run_folder import Labels
 from zlaunch.ui.board import Board
 from zlaunch.ui.pages import list_page
 
@@ -79,7 +79,7 @@ def test_the_id_of_a_slurm_job_means_its_run(
         for name, value in (("SLURM_ARRAY_JOB_ID", "11"), ("SLURM_ARRAY_TASK_ID", task)):
             monkeypatch.setenv(name, value)
         (runs / f"2026-a{job}").mkdir(parents=True)
-        run_record.begun(str(runs / f"2026-a{job}"), job, ["n1"], 1)
+        run_folder.begun(str(runs / f"2026-a{job}"), job, ["n1"], 1)
     assert [meant(text) for text in ("11_1", "12", "11_2", "11", "13")] == [
         f"runs/2026-a{job}" for job in (12, 12, 11, 11, 13)
     ]
@@ -96,13 +96,13 @@ def test_the_id_of_a_slurm_job_means_its_run(
 
 
 def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:
-    run_record.queued(str(tmp_path), "id", ["n1"], 1, ["x.py"], Labels("nightly", ("a", "b")))
-    run_record.begun(str(tmp_path), "id", ["n1"], 1, 1)  # as an attempt begins
-    record = run_record.read(tmp_path)
+    run_folder.queued(str(tmp_path), "id", ["n1"], 1, ["x.py"], Labels("nightly", ("a", "b")))
+    run_folder.begun(str(tmp_path), "id", ["n1"], 1, 1)  # as an attempt begins
+    record = run_folder.read(tmp_path)
     assert record is not None
     assert (record.name, record.tags, record.label) == ("nightly", ("a", "b"), "nightly #a #b")
-    run_record.begun(str(tmp_path), "another", ["n1"], 1)
-    record = run_record.read(tmp_path)
+    run_folder.begun(str(tmp_path), "another", ["n1"], 1)
+    record = run_folder.read(tmp_path)
     assert record is not None and record.label == ""
 
 

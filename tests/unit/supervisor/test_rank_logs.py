@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.supervisor.rank_logs import OLDER, LogReader, RankLogs, log_path, times_path
+from zlaunch.supervisor.run_files import OLDER, LogReader, RankLogs, log_path, times_path
 from zlaunch.system.events import STREAMS
 
 PIECES = st.lists(st.tuples(st.sampled_from(STREAMS), st.binary(min_size=1, max_size=40)), max_size=30)

@@ -10,7 +10,7 @@ from typing import Any
 
 from zlaunch.plan.plan import Program
 from zlaunch.supervisor.found_runs import find_runs
-from zlaunch.supervisor.run_record import (
+from zlaunch.supervisor.run_folder import (
     begun,
     first_batches,
     made_engine,

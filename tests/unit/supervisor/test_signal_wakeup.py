@@ -14,7 +14,7 @@ import pytest
 from tests.limits import FOR_EVER_S, LIMIT_S, wait_until
 from tests.unit.supervisor.test_controller import Scene
 from zlaunch.supervisor import controller
-from zlaunch.supervisor.signal_wakeup import SignalWakeup
+from zlaunch.supervisor.controller import SignalWakeup
 
 
 def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:

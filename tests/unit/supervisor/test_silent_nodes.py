@@ -11,7 +11,7 @@ import pytest
 
 from tests.limits import FOR_EVER_S
 from zlaunch.supervisor.clock_bound import ClockBound
-from zlaunch.supervisor.heartbeat import Heartbeat
+from zlaunch.supervisor.nodes import Heartbeat
 from zlaunch.system import boot_clock
 from zlaunch.system.events import Event
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from zlaunch.sweep.space import EarlyStopping
-from zlaunch.sweep.stopping import SuccessiveHalving
+from zlaunch.sweep.trials import SuccessiveHalving
 
 
 def test_a_trial_goes_on_while_it_is_among_the_best_third() -> None:

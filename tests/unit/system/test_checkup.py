@@ -25,8 +25,8 @@ from zlaunch.system.checkup import (
     own_checkup,
     size,
 )
-from zlaunch.system.facts import Facts
 from zlaunch.system.gpu_health import GpuHealth, GpuReport
+from zlaunch.system.machine import Facts
 from zlaunch.system.network import own_address_towards
 
 GIB = 1 << 30

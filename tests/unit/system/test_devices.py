@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.system.devices import Devices, discover, visible_for_workers
+from zlaunch.system.machine import Devices, discover, visible_for_workers
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 MIG = [f"MIG-{number}a7b1c2d-0000-5000-8000-000000000000" for number in range(2)]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError, NodeError
-from zlaunch.plan.forwarded_env import requested_env
-from zlaunch.queue.wake import queue_folder
+from zlaunch.plan.options import requested_env
+from zlaunch.queue.daemon import queue_folder
 from zlaunch.system.user import home, user_name
-from zlaunch.transports import ssh_config
+from zlaunch.transports import ssh
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,9 @@ def test_the_queue_s_folder_lies_among_the_temporary_files_and_is_private(tmp_pa
 
 def test_hosts_are_reached_by_paramiko_s_reader_or_ssh_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert ssh_config.resolve("n1").user == str(os.getuid())
+    assert ssh.resolve("n1").user == str(os.getuid())
     said = SimpleNamespace(returncode=255, stdout="", stderr="No user exists for uid 4242\n")
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/ssh")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     with pytest.raises(NodeError, match="ssh needs an entry for you in /etc/passwd: No user exists"):
-        ssh_config.resolve("n1")
+        ssh.resolve("n1")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.cut import Cut, box_shape, put, take, whole_box
-from zlaunch.runtime.tensor_parallel.decide import _cut_boxes
+from zlaunch.runtime.comm.cut import Cut, box_shape, put, take, whole_box
+from zlaunch.runtime.parallel.tensor import _cut_boxes
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 

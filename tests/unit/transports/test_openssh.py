@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zlaunch.transports.openssh import reason_for_openssh
-from zlaunch.transports.ssh_config import resolve
+from zlaunch.transports.ssh import reason_for_openssh, resolve
 
 
 @pytest.mark.parametrize(

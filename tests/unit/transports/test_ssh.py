@@ -11,8 +11,7 @@ import paramiko
 import pytest
 
 from zlaunch.errors import NodeError
-from zlaunch.transports.ssh import SshTransport, open_ssh
-from zlaunch.transports.ssh_config import HostSettings
+from zlaunch.transports.ssh import HostSettings, SshTransport, open_ssh
 
 
 class CutChannel:

@@ -12,9 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.ui.folders import STARTED, write_run
+from zlaunch.queue.daemon import queue_folder
 from zlaunch.queue.schedule import Demand
 from zlaunch.queue.store import Store, Submission
-from zlaunch.queue.wake import queue_folder
 from zlaunch.ui.access import PageAccess
 from zlaunch.ui.board import Board
 from zlaunch.ui.server import make_app

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.unit.view.test_progress import metrics, spawned
-from zlaunch.view.charts import Curve, bar_chart, label, line_chart, ticks
 from zlaunch.view.live import draw, sparkline
+from zlaunch.view.page import Curve, bar_chart, label, line_chart, ticks
 from zlaunch.view.progress import RunProgress, span
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from zlaunch.runtime.comm.collectives import Comm
 from zlaunch.runtime.comm.link import RankLink
 from zlaunch.runtime.comm.pending import Pending
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.mesh import MeshShape
 
 
 class Late(Pending):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.unit.zero.fake_comm import FakeComm
-from zlaunch.runtime.zero.buffer_pool import BufferPool
+from zlaunch.runtime.zero.reduce import BufferPool
 
 
 def test_a_buffer_that_fits_is_lent_again() -> None:

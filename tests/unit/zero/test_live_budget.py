@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.comm.pending import Pending
 from zlaunch.runtime.zero.hooks import ShardedModel
-from zlaunch.runtime.zero.ownership import UnitState
+from zlaunch.runtime.zero.placeholder import UnitState
+from zlaunch.runtime.zero.policy import ShardingOptions, UnitFactory, plan_blocks
 from zlaunch.runtime.zero.reduce import GradientOptions, GradientReducer
 from zlaunch.runtime.zero.unit import Unit
-from zlaunch.runtime.zero.unit_policy import ShardingOptions, UnitFactory, plan_blocks
 
 SIZES = (512, 2048, 1024, 512, 512)
 """The elements of each layer."""

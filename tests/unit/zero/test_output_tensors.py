@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.runtime.zero.output_tensors import tensors_in
+from zlaunch.runtime.zero.tensors import tensors_in
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)
 Pair = namedtuple("Pair", "left right")

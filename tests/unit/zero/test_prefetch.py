@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.zero.prefetch import OrderHint
+from zlaunch.runtime.zero.hooks import OrderHint
 
 
 def passed(hint: OrderHint, *blocks: int) -> OrderHint:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
-from zlaunch.runtime.zero.bucket import Bucket, BucketState
 from zlaunch.runtime.zero.layout import make_layout
-from zlaunch.runtime.zero.reduce import MAX_IN_FLIGHT, GradientOptions, GradientReducer
+from zlaunch.runtime.zero.reduce import MAX_IN_FLIGHT, Bucket, BucketState, GradientOptions, GradientReducer
 from zlaunch.runtime.zero.unit import Unit
 
 NUMEL = 32

@@ -10,7 +10,7 @@ from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.errors import ParameterError
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.layout import make_layout
-from zlaunch.runtime.zero.ownership import UnitState
+from zlaunch.runtime.zero.placeholder import UnitState
 from zlaunch.runtime.zero.unit import Unit, owner_of
 
 

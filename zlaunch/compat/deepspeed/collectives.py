@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,13 +24,133 @@ from torch.distributed import (
     new_group,
 )
 
-from zlaunch.compat.deepspeed import mpi
-from zlaunch.compat.deepspeed.logged_calls import logged
 from zlaunch.compat.deepspeed.missing import missing_function
+from zlaunch.errors import ZlaunchError
 from zlaunch.runtime.comm.process_group import close_all
 from zlaunch.runtime.comm.process_group import init_distributed as _init
+from zlaunch.runtime.config.schema import OPERATIONS
 from zlaunch.runtime.environment import read_environment
-from zlaunch.runtime.monitor.comms_logger import count_operations, log_summary, reset_log
+from zlaunch.runtime.observe.comms_logger import (
+    CommsLogger,
+    LoggedOperation,
+    count_operations,
+    log_summary,
+    newest_log,
+    reset_log,
+    timed_event,
+)
+
+# -- logged calls -----------------------------------------------------------------------------------
+#
+# Logs a script's own calls of ``deepspeed.comm`` into the newest engine's table of collectives.
+
+
+Call = Callable[..., Any]
+
+
+def logged(function: Call) -> Call:
+    """Wrap one of torch.distributed's functions: called with positional arguments, named ones and ``prof``
+    (log it whatever ``prof_ops`` says), the wrapper logs the operation where an engine's log is there.
+    """
+    name = function.__name__
+    kind = OPERATIONS.get(name)
+    signature = inspect.signature(function)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any], *, prof: bool = False) -> Any:
+        log = newest_log() if kind is not None else None
+        if log is None or kind is None or not (prof or log.wants(kind)):
+            return function(*args, **kwargs)
+        given = signature.bind_partial(*args, **kwargs).arguments
+        ranks = dist.get_world_size(given.get("group"))
+        if ranks <= 1:  # alone, or not of the group
+            return function(*args, **kwargs)
+        tensors = [tensors for value in given.values() if (tensors := _tensors(value))]
+        sizes = [sum(tensor.nbytes for tensor in part) for part in tensors] or [0]
+        # one rank of a gather or scatter has the whole, the others their parts
+        nbytes = min(sizes) * ranks if kind in ("gather", "scatter") else max(sizes)
+        on_gpu = any(tensor.is_cuda for part in tensors for tensor in part)
+        if not given.get("async_op") and name not in ("isend", "irecv"):
+            with log.timing(kind, nbytes, ranks, on_gpu=on_gpu):
+                return function(*args, **kwargs)
+        operation = log.begin(kind, nbytes, ranks)
+        before = timed_event() if on_gpu else None
+        if before is not None:
+            before.record()
+        work = function(*args, **kwargs)
+        if work is None or (before is None and log.end_with(operation, work)):
+            return work
+        return _Handle(work, log, operation, before)
+
+    return call
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in value if isinstance(each, Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+class _Handle:
+    """Stands for a torch Work whose operation ends, for the log, when it is waited for: by the current stream
+    on a device. No stream of the log's own may wait for it: torch keeps the tensors until the first wait.
+    """
+
+    def __init__(self, work: Any, log: CommsLogger, operation: LoggedOperation, before: Any) -> None:
+        self._work, self._log, self._operation, self._before = work, log, operation, before
+        self._is_over = False
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the operation."""
+        result = self._work.wait(*args, **kwargs)
+        if not self._is_over:
+            self._is_over = True
+            if self._before is None:
+                self._log.end(self._operation)
+            else:
+                after = timed_event()
+                after.record()
+                self._log.end_between(self._operation, self._before, after)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+# -- mpi --------------------------------------------------------------------------------------------
+#
+# Take a rank's place from mpirun or mpiexec where nobody has set torch's variables.
+
+
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+_MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def discover(port: int) -> None:
+    """Set RANK and its like, MASTER_ADDR and MASTER_PORT from the variables of Open MPI or MPICH.
+
+    They do not say where rank 0 is: with several nodes MASTER_ADDR has to be set. Raises ZlaunchError.
+    """
+    if dist.is_initialized() or "RANK" in os.environ:
+        return
+    for names in (_OPEN_MPI, _MPICH):
+        found = dict(zip(_TORCH, (os.environ.get(name, "") for name in names), strict=True))
+        if not all(found.values()) or found["WORLD_SIZE"] == "1":
+            continue
+        if found["LOCAL_WORLD_SIZE"] == found["WORLD_SIZE"]:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        if not os.environ.get("MASTER_ADDR"):
+            raise ZlaunchError(
+                f"MPI gives no address of rank 0 (this is rank {found['RANK']} of {found['WORLD_SIZE']}): "
+                "set MASTER_ADDR to the name or address of its node on every rank"
+            )
+        os.environ.setdefault("MASTER_PORT", str(port))
+        os.environ.update(found)
+        return
+
+
+# -- collectives ------------------------------------------------------------------------------------
+
 
 _EXTRA = ("prof", "log_name", "debug")
 
@@ -68,7 +189,7 @@ def init_distributed(
     lone process without an environment is a world of one.
     """
     if auto_mpi_discovery:
-        mpi.discover(distributed_port)
+        discover(distributed_port)
     if not dist.is_initialized() and (init_method is not None or (rank >= 0 and world_size > 0)):
         device = torch.cuda.is_available() and dist_backend != "gloo"
         environment = read_environment()

@@ -2,21 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 
-from zlaunch.compat.deepspeed.getters import _PATHS, read
-from zlaunch.compat.deepspeed.log import logger
+from zlaunch.compat.deepspeed.engine import _PATHS, read
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.compat.deepspeed.monitors import get_monitor_config
-from zlaunch.compat.deepspeed.pickled import OffloadDeviceEnum, ZeroStageEnum
+from zlaunch.compat.deepspeed.tools import logger
 from zlaunch.runtime.config import load, resolve
-from zlaunch.runtime.config.field_types import Section
-from zlaunch.runtime.config.known_keys import names
+from zlaunch.runtime.config.check import names
+from zlaunch.runtime.config.fields import Section
+from zlaunch.runtime.config.schema import TRACKERS, Comet, FileMonitor, WandB
 from zlaunch.runtime.environment import read_environment
+from zlaunch.runtime.observe import trackers
 from zlaunch.runtime.restarts import read_restarts
+
+# -- pickled ----------------------------------------------------------------------------------------
+#
+# Small classes that DeepSpeed has under these names, also inside its checkpoint files.
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where things rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Parts of an engine's state."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+@dataclass
+class fragment_address:
+    """A piece of a flat tensor."""
+
+    numel: int
+    start: int
+
+
+class LossScalerBase:
+    """A loss scale; the engine has its own, this is for files."""
+
+    def __init__(self, cur_scale: float = 1.0) -> None:
+        self.cur_scale = cur_scale
+        self.dynamic = False
+
+    @property
+    def loss_scale(self) -> float:
+        """Return what losses are multiplied with."""
+        return self.cur_scale
+
+
+class LossScaler(LossScalerBase):
+    """A fixed one."""
+
+
+class DynamicLossScaler(LossScalerBase):
+    """One that adapts."""
+
+    def __init__(self, init_scale: float = 2.0**32, **settings: Any) -> None:
+        super().__init__(init_scale)
+        self.dynamic = True
+        self.__dict__.update(settings)
+
+
+# -- monitors ---------------------------------------------------------------------------------------
+#
+# ``deepspeed.monitor``: trackers without an engine.
+
+
+class DeepSpeedMonitorConfig:
+    """Holds the sections of the trackers; DeepSpeed's name for it.
+
+    Attributes
+        tensorboard, wandb, csv_monitor, comet: the sections, with their defaults.
+        enabled: one of them is switched on.
+        whole: a Config with these sections.
+    """
+
+    tensorboard: FileMonitor
+    wandb: WandB
+    csv_monitor: FileMonitor
+    comet: Comet
+
+    def __init__(self, **sections: Mapping[str, Any]) -> None:
+        """Read sections by name. Raises ConfigError."""
+        config = load({name: dict(section) for name, section in sections.items()}).config
+        for name in TRACKERS:
+            setattr(self, name, getattr(config, name))
+        self.whole = config
+        self.enabled = any(getattr(config, name).enabled for name in TRACKERS)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Return the sections of the trackers in a config dict; other keys are not looked at."""
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in TRACKERS if name in param_dict})
+
+
+class Monitor(ABC):
+    """Is DeepSpeed's base class for what writes events."""
+
+    @abstractmethod
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
+        """Write ``(name, value, step)``."""
+
+
+class MonitorMaster(Monitor):
+    """Writes events to every tracker of a config, on rank 0."""
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        """Open the trackers. Raises MonitorError."""
+        super().__init__(monitor_config)
+        rank = dist.get_rank() if dist.is_initialized() else read_environment().rank
+        self._monitor = trackers.Monitor(monitor_config.whole, rank)
+        self.enabled = self._monitor.enabled
+
+    def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
+        """Write ``(name, value, step)``. Raises MonitorError where an event is something else."""
+        self._monitor.write_events(event_list)
+
+
+# -- config -----------------------------------------------------------------------------------------
+
 
 _unknown = absent("DeepSpeedConfig")
 _OWN = {

@@ -13,28 +13,347 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zlaunch.compat.deepspeed import mpi, sequence_groups
-from zlaunch.compat.deepspeed.axes import count_samples_once, take_over_sizes
-from zlaunch.compat.deepspeed.experts import refuse_foreign_experts
-from zlaunch.compat.deepspeed.getters import ConfigGetters
-from zlaunch.compat.deepspeed.groups import _get_sequence_parallel_group
-from zlaunch.compat.deepspeed.log import logger, set_log_level_from_string
+from zlaunch.compat.deepspeed import collectives, sequence_groups
 from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
-from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer
+from zlaunch.compat.deepspeed.moe import refuse_foreign_experts
+from zlaunch.compat.deepspeed.optimizers import ZeROOptimizer
+from zlaunch.compat.deepspeed.parallel import (
+    _get_sequence_parallel_group,
+    count_samples_once,
+    take_over_sizes,
+)
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.pipe import PipelineModule
-from zlaunch.compat.deepspeed.timer import ThroughputTimer
+from zlaunch.compat.deepspeed.tools import ThroughputTimer, logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
-from zlaunch.compat.deepspeed.whole_steps import OneStage
 from zlaunch.runtime.api import choose_config
 from zlaunch.runtime.arguments import check_arguments, choose_model
 from zlaunch.runtime.build import build_engine
 from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 from zlaunch.runtime.data import EngineLoader
-from zlaunch.runtime.engine import Engine
+from zlaunch.runtime.engine import NO_DATA, Engine, WholeSteps
 from zlaunch.runtime.environment import read_environment
-from zlaunch.runtime.sequence_parallel.parts import note_parts
+from zlaunch.runtime.errors import ParameterError
+from zlaunch.runtime.parallel.sequence import note_parts
+from zlaunch.runtime.precision import dtype_named
 from zlaunch.runtime.zero import placeholder
+
+# -- getters ----------------------------------------------------------------------------------------
+#
+# The config getters of DeepSpeed's engine: ``engine.fp16_enabled()`` and the like, from one table.
+
+
+_PATHS = {
+    "aio_config": "aio",
+    "amp_enabled": "amp.enabled",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "bfloat16_enabled": "bf16.enabled",
+    "communication_data_type": "communication_data_type",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "memory_breakdown": "memory_breakdown",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "steps_per_print": "steps_per_print",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_offload_optimizer": "zero_optimization.offload_optimizer",
+    "zero_offload_param": "zero_optimization.offload_param",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+}
+"""Getter -> the key of the effective config that it returns."""
+
+
+def read(config: Any, path: str) -> Any:
+    """Return the value at a dotted path; None below a section that is not there."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+    return config
+
+
+def _getter(name: str, path: str) -> Callable[[Any], Any]:
+    def get(self: Any) -> Any:
+        return read(self.effective_config, path)
+
+    get.__name__ = name
+    get.__doc__ = f"``{path}`` of the config, defaults filled in."
+    return get
+
+
+class ConfigGetters:
+    """Mixin of the engine."""
+
+    effective_config: Any
+    config: Any
+
+    def zero_optimization(self) -> bool:
+        """Tell whether any ZeRO stage is on."""
+        return bool(self.effective_config.zero_optimization.stage)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Tell whether gradients are sharded: stage 2 and up."""
+        return bool(self.effective_config.zero_optimization.stage >= 2)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Tell whether parameters are sharded: stage 3."""
+        return bool(self.effective_config.zero_optimization.stage >= 3)
+
+    def zero_cpu_offload(self) -> bool:
+        """Tell whether optimizer state is offloaded."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return section is not None and section.device != "none"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Tell whether optimizer state is offloaded to NVMe."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return section is not None and section.device == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """Return the share of the optimizer state that is offloaded."""
+        section = self.effective_config.zero_optimization.offload_optimizer
+        return float(section.ratio) if section is not None else 1.0
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Tell whether the optimizer steps on the CPU: with offload."""
+        return self.zero_cpu_offload()
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Tell whether accelerate and the Trainer save whole weights at stage 3."""
+        return bool(self.effective_config.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    def postscale_gradients(self) -> bool:
+        """Tell whether gradients are divided after the reduction."""
+        return not self.effective_config.prescale_gradients
+
+    def amp_params(self) -> dict[str, Any] | bool:
+        """Return the arguments for apex that the config has; False without the section."""
+        given = self.config.get("amp")
+        return {k: v for k, v in given.items() if k != "enabled"} if isinstance(given, dict) else False
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of torch.autocast, as a torch dtype."""
+        return dtype_named(self.effective_config.torch_autocast.dtype)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Tell whether this is fp16 with a scale that adapts."""
+        section = self.effective_config.fp16
+        return bool(section.enabled and section.loss_scale == 0)
+
+    def initial_dynamic_scale(self) -> float:
+        """Return the scale that fp16 training starts with."""
+        return float(2**self.effective_config.fp16.initial_scale_power)
+
+
+for _name, _path in _PATHS.items():
+    if _name not in ConfigGetters.__dict__:
+        setattr(ConfigGetters, _name, _getter(_name, _path))
+
+
+# -- whole steps ------------------------------------------------------------------------------------
+#
+# What DeepSpeed's engine of a PipelineModule has: whole steps, and a rank's place in the pipeline.
+
+
+class StageMembers:
+    """Has what an engine of any number of stages has, beside its steps."""
+
+    _iterator: Iterator[Any] | None = None
+    _batch_fn: Callable[[Any], Any] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        engine: Any = self
+        return int(engine._sharded.comm.mesh.pipeline)
+
+    @property
+    def stage_id(self) -> int:
+        """Return the stage that this rank has."""
+        comm = self._comm
+        return int(comm.mesh.coordinates(comm.rank).get("pipeline", 0))
+
+    @property
+    def _comm(self) -> Any:
+        engine: Any = self
+        return engine._sharded.comm
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return the stage that this rank has."""
+        return self.stage_id
+
+    def is_first_stage(self) -> bool:
+        """Tell whether this rank has the first layers."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Tell whether this rank has the last layers."""
+        return self.stage_id == self.num_stages - 1
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Set what :meth:`train_batch` takes micro-batches from."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Set what :meth:`train_batch` takes micro-batches from, once through."""
+        self._iterator = iter(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Set what makes the pair of inputs and labels of what the data has."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: each step may have micro-batches of another shape."""
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a loader of this rank's share, in its order."""
+        engine: Any = super()
+        if len(args) < 2:
+            kwargs.setdefault("route", "eval")
+        return engine.deepspeed_io(dataset, *args, **kwargs)
+
+    def _micro_batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Return what was given, else what is set, else the training data again and again.
+
+        Raises ParameterError where there is none.
+        """
+        engine: Any = self
+        if data_iter is None and self._iterator is None:
+            if engine.training_dataloader is None:
+                raise ParameterError(NO_DATA)
+            self._iterator = _Endless(engine.training_dataloader)
+        found: Any = data_iter if data_iter is not None else self._iterator
+        return found if self._batch_fn is None else map(self._batch_fn, found)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load, and go on with the training data where the checkpoint was written."""
+        engine: Any = super()
+        found = engine.load_checkpoint(*args, **kwargs)
+        if isinstance(self._iterator, _Endless):
+            self._iterator = None
+        return found
+
+
+class _Endless(Iterator[Any]):
+    """Goes through a loader again and again."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._present = loader, iter(loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._present)
+        except StopIteration:
+            self._present = iter(self._loader)
+            return next(self._present)
+
+
+def _refuse(return_logits: bool, compute_loss: bool, reduce_output: str | None) -> None:
+    """Raise NotInZlaunch for what eval_batch does not return."""
+    asked = {
+        "return_logits=True": return_logits,
+        "compute_loss=False": not compute_loss,
+        f"reduce_output={reduce_output!r}": reduce_output != "avg",
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise NotInZlaunch(
+                f"engine.eval_batch({name}) is not supported: it returns only the mean loss; store "
+                "other values in the model's loss_fn, on the last stage"
+            )
+
+
+class SeveralStages(StageMembers):
+    """Gives the runtime's methods of a pipeline DeepSpeed's arguments."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train a step; return the mean loss."""
+        pipeline: Any = super()
+        self._iterator = data_iter or self._iterator
+        loss: Tensor = pipeline.train_batch(self._micro_batches(None))
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """Return the mean loss of so many micro-batches, on all ranks."""
+        _refuse(return_logits, compute_loss, reduce_output)
+        pipeline: Any = super()
+        found = self._micro_batches(data_iter)
+        loss: Tensor = pipeline.eval_batch(found, num_micro_batches=num_micro_batches)
+        return loss
+
+
+class OneStage(StageMembers, WholeSteps):
+    """Trains and evaluates whole steps on ranks that have all layers."""
+
+    over_pipeline = SeveralStages
+    """Comes before the pipeline's methods where there are several stages."""
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]  # DeepSpeed's
+        """Train a step on ``gradient_accumulation_steps`` micro-batches, pairs of inputs and labels, of
+        ``data_iter``, by default the last one; return the mean loss over all ranks. Raises StopIteration at
+        the end of the data.
+        """
+        self._iterator = data_iter or self._iterator
+        return super().train_batch(self._micro_batches(None))
+
+    def eval_batch(  # type: ignore[override]  # DeepSpeed's arguments
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """Return the mean loss of so many micro-batches, by default as many as a step has."""
+        _refuse(return_logits, compute_loss, reduce_output)
+        found = self._micro_batches(data_iter)
+        return super().eval_batch(found, num_micro_batches=num_micro_batches)
+
+
+# -- engine -----------------------------------------------------------------------------------------
+
 
 _ABSENT = {
     "checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
@@ -377,7 +696,7 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
-    mpi.discover(distributed_port)
+    collectives.discover(distributed_port)
     chosen = choose_config(args, config, config_params)
     refuse_foreign_experts(model)
     _take_over(model)

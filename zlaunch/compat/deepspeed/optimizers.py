@@ -6,12 +6,18 @@ The engine steps it on flat shards with its own kernels, on the GPU or, offloade
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor, nn
 
 from zlaunch import optim
+from zlaunch.compat.deepspeed.missing import NotInZlaunch, absent
 from zlaunch.optim import Lamb, Lion, UncorrectedAdam
+from zlaunch.runtime.script.optimizer import ZeroOptimizer
+from zlaunch.runtime.zero.placeholder import MASTERS
+
+# -- optimizers -------------------------------------------------------------------------------------
 
 
 class _Maker(type):
@@ -298,3 +304,165 @@ class DeepSpeedCPUAdagrad(metaclass=_Maker):
     ) -> torch.optim.Optimizer:
         """Make the torch optimizer."""
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+# -- optimizer --------------------------------------------------------------------------------------
+#
+# What ``deepspeed.initialize`` returns second, and its bases.
+
+
+_unknown = absent("engine.optimizer")
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """Base class, for ``isinstance``."""
+
+
+class _Hooks:
+    """A list of hooks to remove, and the way to put them back. It is empty: a parameter that
+    ``GatheredParameters`` holds is not touched by ours.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: the hooks have stayed."""
+
+
+class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
+    """The engine's optimizer as DeepSpeed scripts see it, with DeepSpeed's further members.
+
+    Attributes
+        overflow: whether the last step was skipped.
+        loss_scale, cur_scale: what losses are multiplied with.
+    """
+
+    _engine: Any  # the whole engine, whose state these members show
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _unknown(name)
+
+    @property
+    def optimizer(self) -> ZeROOptimizer:
+        """Return itself: there is one optimizer, not one inside another."""
+        return self
+
+    @property
+    def overflow(self) -> bool:
+        """Tell whether the last step left everything as it was, because gradients were not finite."""
+        return bool(self._engine.overflow)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale: 1 but for fp16."""
+        return float(self._engine._scaler.scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Tell whether this is fp16 with a scale that adapts."""
+        return bool(self._engine._scaler.dynamic)
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """Copy this rank's masters, a flat tensor a param group."""
+        step = self._engine._shard_step
+        assert step is not None
+        self._engine._states.check("fp32_partitioned_groups_flat", MASTERS)
+        return [
+            torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
+            if group["params"]
+            else torch.empty(0)
+            for group in step.optimizer.param_groups
+        ]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    @property
+    def parameter_offload(self) -> _Hooks:
+        """Return what scripts take the hooks from around a generation, inside GatheredParameters; stage 3
+        only.
+        """
+        if self._engine.zero_optimization_stage() < 3:
+            raise AttributeError("parameter_offload: parameters are sharded only at stage 3")
+        return _Hooks(self._engine.module)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """Call the engine's backward."""
+        self._engine.backward(loss, retain_graph=retain_graph)
+
+
+# -- builders ---------------------------------------------------------------------------------------
+#
+# ``deepspeed.ops.op_builder``: scripts ask these for a name and whether an operation is there.
+
+
+class OpBuilder:
+    """An operation of DeepSpeed's; ours need no building."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Tell whether the runtime does what the operation is for."""
+        return True
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Refuse: there is no extension module."""
+        raise NotInZlaunch(f"no extension {self.NAME!r}: zlaunch has its own kernels and needs no build")
+
+    def builder(self) -> NoReturn:
+        """Refuse: there is nothing to build."""
+        self.load()
+
+    def absolute_name(self) -> str:
+        """Name the place where DeepSpeed would have the operation."""
+        return f"deepspeed.ops.{self.NAME}_op"
+
+
+def _builder(title: str, name: str, there: bool = True) -> Any:
+    members = {"NAME": name, "__doc__": f"``{name}``."}
+    if not there:
+        members["is_compatible"] = lambda self, verbose=False: False  # type: ignore[assignment]
+    return type(title, (OpBuilder,), members)
+
+
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", there=False)
+UtilsBuilder = _builder("UtilsBuilder", "utils")
+_OTHERS = (
+    "transformer",
+    "stochastic_transformer",
+    "transformer_inference",
+    "inference_core_ops",
+    "ragged_ops",
+    "random_ltd",
+    "quantizer",
+    "fp_quantizer",
+    "sparse_attn",
+    "spatial_inference",
+    "evoformer_attn",
+    "gds",
+    "deep_compile",
+)
+BUILDERS = (
+    AsyncIOBuilder,
+    CPUAdamBuilder,
+    CPUAdagradBuilder,
+    CPULionBuilder,
+    FusedAdamBuilder,
+    FusedLionBuilder,
+    FusedLambBuilder,
+    UtilsBuilder,
+    *(_builder(name, name, there=False) for name in _OTHERS),
+)

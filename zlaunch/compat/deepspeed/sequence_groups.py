@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zlaunch.runtime.comm.process_group import new_group
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.rank_mesh import MeshShape
+from zlaunch.runtime.mesh import MeshShape
 
 _group: Any = None
 _size = 1

@@ -6,15 +6,81 @@ import functools
 import json
 import logging
 import random
+import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
 from torch import Tensor
 
-from zlaunch.compat.deepspeed.log import log_dist_once, logger
+from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.runtime.activation.checkpointing import (
+    checkpoint,
+    configure,
+    is_configured,
+    reset,
+    set_num_layers,
+)
 from zlaunch.runtime.environment import read_environment
+
+# -- log --------------------------------------------------------------------------------------------
+#
+# ``deepspeed.utils.logger`` and ``log_dist``.
+
+
+logger = logging.getLogger("DeepSpeed")
+"""Warnings and up are shown, on stderr; ``logger.setLevel(logging.INFO)`` shows more."""
+
+
+class _Stream(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what ``sys.stderr`` is at that moment."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> object:
+        return sys.stderr
+
+
+if not logger.handlers:
+    handler = _Stream()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; -1 is all, None is none where there are several."""
+    place = read_environment()
+    rank = place.rank
+    if place.world_size == 1 or rank in (ranks or ()) or -1 in (ranks or ()):
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks as :func:`log_dist` does, each message once."""
+    if message not in _logged:
+        _logged.add(message)
+        log_dist(message, ranks, level)
+
+
+_logged: set[str] = set()
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level, ``"debug"`` to ``"critical"``. Raises ValueError."""
+    if log_level_str.lower() not in _LEVELS:
+        raise ValueError(f"log level {log_level_str!r}: expected one of {', '.join(_LEVELS)}")
+    (custom_logger or logger).setLevel(_LEVELS[log_level_str.lower()])
+
+
+# -- tools ------------------------------------------------------------------------------------------
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
@@ -149,3 +215,153 @@ class OnDevice:
         if self.enabled:
             self._context.__exit__(*error)
             torch.set_default_dtype(self._former)
+
+
+# -- timer ------------------------------------------------------------------------------------------
+#
+# ``engine.tput_timer``: samples per second, measured.
+
+
+WARM_UP = 2
+"""Steps that are not counted, as in DeepSpeed: memory is allocated and kernels are chosen in them."""
+
+_Mark = float | torch.cuda.Event
+
+
+class ThroughputTimer:
+    """Measures the time between :meth:`start` and :meth:`stop`: the engine calls them around each forward
+    pass in training mode and its step.
+
+    On a GPU the marks are events on the present stream, so that nobody waits for the device until the number
+    is asked for.
+
+    Attributes
+        global_step_count: steps that have ended, those of the warm-up among them.
+        micro_step_count, epoch_count: what their names say.
+    """
+
+    def __init__(
+        self, device: torch.device, batch_size: Callable[[], int], start_step: int = WARM_UP
+    ) -> None:
+        """``batch_size``: samples of a step, over all ranks; ``start_step``: steps to leave out first."""
+        self._device, self._batch_size, self.start_step = device, batch_size, start_step
+        self.global_step_count = self.micro_step_count = self.epoch_count = 0
+        self._since: _Mark | None = None
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._elapsed_s, self._samples = 0.0, 0
+
+    @property
+    def started(self) -> bool:
+        """Tell whether :meth:`stop` will measure something."""
+        return self._since is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Return the samples of a step, over all ranks."""
+        return self._batch_size()
+
+    @property
+    def total_elapsed_time(self) -> float:
+        """Return the seconds measured so far, without the warm-up."""
+        while self._open:
+            self._settle(wait=True)
+        return self._elapsed_s
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch; the present step begins anew."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Measure from now on."""
+        self._since = self._mark()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Measure up to now, if started; with ``global_step`` a step has ended. ``report_speed`` is accepted:
+        the launcher shows the speed.
+        """
+        since, self._since = self._since, None
+        if since is None:
+            return
+        self.micro_step_count += 1
+        if self.global_step_count >= self.start_step:
+            now = self._mark()
+            if isinstance(since, float) and isinstance(now, float):
+                self._elapsed_s += now - since
+            elif isinstance(since, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
+                self._open.append((since, now))
+                while self._open and self._open[0][1].query():  # type: ignore[no-untyped-call]
+                    self._settle()
+        if global_step:
+            if self.global_step_count >= self.start_step:
+                self._samples += self.batch_size
+            self.global_step_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """Divide the samples of the steps measured by their time; minus infinity before there is one, as
+        in DeepSpeed.
+        """
+        elapsed = self.total_elapsed_time
+        return self._samples / elapsed if self._samples and elapsed else float("-inf")
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _settle(self, wait: bool = False) -> None:
+        first, last = self._open.popleft()
+        if wait:
+            last.synchronize()
+        self._elapsed_s += first.elapsed_time(last) / 1000
+
+
+# -- recompute --------------------------------------------------------------------------------------
+#
+# ``deepspeed.checkpointing``: the runtime's, and the names of Megatron's scripts.
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """``CheckpointFunction.apply(function, outputs, *args)`` in old scripts."""
+
+    @staticmethod
+    def apply(run_function: Any, all_outputs: list[Any], *args: Any) -> None:
+        """Run it; the results are appended to ``all_outputs``."""
+        result = checkpoint(run_function, *args)
+        all_outputs += [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switch ``partition_activations``."""
+    configure(None, partition_activations=partition_activation)
+
+
+def get_cuda_rng_tracker() -> NoReturn:
+    """Refuse: it serves tensor parallelism."""
+    raise NotInZlaunch(
+        "get_cuda_rng_tracker belongs to Megatron's tensor parallelism, which is not supported"
+    )
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device's generator: there is one model-parallel rank."""
+    torch.manual_seed(seed)
+
+
+__all__ = [
+    "CheckpointFunction",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.sequence_parallel.parts import note_parts
+from zlaunch.runtime.parallel.sequence import note_parts
 
 _IGNORED = -100
 

@@ -5,20 +5,20 @@ import sys as _sys
 
 import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
-from zlaunch.compat.deepspeed.axes import tp_model_init
 from zlaunch.compat.deepspeed.engine import (
     DeepSpeedEngine,
     PipelineEngine,
     add_config_arguments,
     initialize,
 )
-from zlaunch.compat.deepspeed.log import log_dist, logger
 from zlaunch.compat.deepspeed.missing import INFERENCE as _INFERENCE
 from zlaunch.compat.deepspeed.missing import absent as _absent
 from zlaunch.compat.deepspeed.missing import missing_class as _missing_class
 from zlaunch.compat.deepspeed.missing import missing_function as _missing_function
 from zlaunch.compat.deepspeed.missing import name_missing_modules as _name_missing_modules
-from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer
+from zlaunch.compat.deepspeed.optimizers import DeepSpeedOptimizer
+from zlaunch.compat.deepspeed.parallel import tp_model_init
+from zlaunch.compat.deepspeed.tools import log_dist, logger
 from zlaunch.runtime.data import EngineLoader as DeepSpeedDataLoader
 from zlaunch.runtime.log import detail as _detail
 

@@ -1,6 +1,7 @@
 """Sorting parameters by whether they are experts of a mixture."""
 
-from zlaunch.compat.deepspeed.experts import (
+from zlaunch.compat.deepspeed.missing import absent as _absent
+from zlaunch.compat.deepspeed.moe import (
     configure_moe_param_groups,
     has_moe_layers,
     is_moe_param,
@@ -9,6 +10,5 @@ from zlaunch.compat.deepspeed.experts import (
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
-from zlaunch.compat.deepspeed.missing import absent as _absent
 
 __getattr__ = _absent("deepspeed.moe.utils")

@@ -1,6 +1,6 @@
 """Where DeepSpeed's scripts look for most things."""
 
-from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from zlaunch.compat.deepspeed.optimizers import DeepSpeedOptimizer, ZeROOptimizer
 
 from . import activation_checkpointing as activation_checkpointing
 from . import base_optimizer as base_optimizer

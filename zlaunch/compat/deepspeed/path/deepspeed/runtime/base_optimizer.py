@@ -1,3 +1,3 @@
 """Classes for ``isinstance``."""
 
-from zlaunch.compat.deepspeed.optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from zlaunch.compat.deepspeed.optimizers import DeepSpeedOptimizer, ZeROOptimizer

@@ -1,7 +1,7 @@
 """The schedules that configs name."""
 
 from zlaunch.compat.deepspeed.missing import absent as _absent
-from zlaunch.runtime.registry.lr_schedules import (
+from zlaunch.runtime.optim.schedules import (
     SCHEDULES,
     LRRangeTest,
     OneCycle,

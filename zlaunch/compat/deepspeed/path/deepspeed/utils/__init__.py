@@ -1,8 +1,15 @@
 """Helpers of scripts."""
 
-from zlaunch.compat.deepspeed.log import log_dist, log_dist_once, logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.compat.deepspeed.tools import OnDevice, RepeatingLoader, instrument_w_nvtx
+from zlaunch.compat.deepspeed.tools import (
+    OnDevice,
+    RepeatingLoader,
+    instrument_w_nvtx,
+    log_dist,
+    log_dist_once,
+    logger,
+    set_log_level_from_string,
+)
 
 from . import groups, logging, tensor_fragment, torch, zero_to_fp32
 from .tensor_fragment import *  # noqa: F403

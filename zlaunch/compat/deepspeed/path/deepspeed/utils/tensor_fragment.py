@@ -1,6 +1,6 @@
 """Access to the fp32 state of single parameters."""
 
-from zlaunch.compat.deepspeed.pickled import fragment_address
+from zlaunch.compat.deepspeed.config import fragment_address
 from zlaunch.compat.fp32_access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

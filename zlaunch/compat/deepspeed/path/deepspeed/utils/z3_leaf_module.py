@@ -1,6 +1,6 @@
 """Modules that are gathered as one."""
 
-from zlaunch.compat.deepspeed.leaf_modules import (
+from zlaunch.compat.deepspeed.parameters import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -1,6 +1,6 @@
 """Nothing is built: kernels are compiled by NVRTC when they are first used."""
 
-from zlaunch.compat.deepspeed.builders import (
+from zlaunch.compat.deepspeed.optimizers import (
     BUILDERS,
     AsyncIOBuilder,
     CPUAdagradBuilder,

@@ -1,7 +1,7 @@
 """``zlaunch.checkpointing`` under DeepSpeed's names."""
 
 from zlaunch.compat.deepspeed.missing import absent
-from zlaunch.compat.deepspeed.recompute import *  # noqa: F403
-from zlaunch.compat.deepspeed.recompute import __all__ as __all__
+from zlaunch.compat.deepspeed.tools import *  # noqa: F403
+from zlaunch.compat.deepspeed.tools import __all__
 
 __getattr__ = absent("deepspeed.checkpointing")

@@ -1,3 +1,3 @@
 """Classes that DeepSpeed's checkpoints hold."""
 
-from zlaunch.compat.deepspeed.pickled import DynamicLossScaler, LossScaler, LossScalerBase
+from zlaunch.compat.deepspeed.config import DynamicLossScaler, LossScaler, LossScalerBase

@@ -1,8 +1,7 @@
 """The section ``zero_optimization`` as an object, and the stages."""
 
-from zlaunch.compat.deepspeed.config import DeepSpeedZeroConfig, get_zero_config
+from zlaunch.compat.deepspeed.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
 from zlaunch.compat.deepspeed.missing import absent as _absent
-from zlaunch.compat.deepspeed.pickled import ZeroStageEnum
 
 from .offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,

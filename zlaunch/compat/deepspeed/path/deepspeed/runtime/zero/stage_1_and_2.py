@@ -5,4 +5,4 @@ from zlaunch.compat.deepspeed.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
-from zlaunch.compat.deepspeed.optimizer import ZeROOptimizer as DeepSpeedZeroOptimizer
+from zlaunch.compat.deepspeed.optimizers import ZeROOptimizer as DeepSpeedZeroOptimizer

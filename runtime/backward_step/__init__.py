@@ -1,1 +1,0 @@
-"""Steps each unit inside the backward pass, so that no rank has gradients of the whole model."""

@@ -1,1 +1,0 @@
-"""Shards models while they are built, as ``zlaunch.zero.Init``."""

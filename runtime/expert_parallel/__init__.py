@@ -1,1 +1,0 @@
-"""Lets ranks have different experts of a mixture: a plan, the exchange of tokens, parts of parameters."""

@@ -1,0 +1,1 @@
+"""What is measured and reported of a training."""

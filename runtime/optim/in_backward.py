@@ -1,0 +1,439 @@
+"""Steps units one by one while the backward pass goes on.
+
+The idea is that of "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO, Lv et
+al., 2023): a gradient is used as soon as it is there, and its memory is given back.
+
+Note [Why a unit may change]. A unit whose every parameter has had its gradient is used no more in this pass:
+autograd accumulates a gradient when all that the loss has made of the parameter is done. Its sum is there
+when every rank has sent its part, so no rank reads another's values of it any more either, be it through
+shared memory. What a graph reads past its gradients (``parameter.detach()``, a recomputation of a shared
+layer) is an error: the unit's generation and the parameters' versions move before the reduction begins.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Comm
+from ..comm.pending import Pending
+from ..device import named
+from ..errors import OptimizerError
+from ..zero import placeholder
+from ..zero.reduce import Bucket, BucketState, GradientReducer
+from ..zero.store import Access, DeviceStore, open_all
+from ..zero.unit import Unit, Writes
+from .slices import ShardSlice
+from .step import ShardedOptimizer
+from .update_rule import SliceUpdate, UpdateRule
+
+# -- writes -----------------------------------------------------------------------------------------
+#
+# Notices what a script writes into parameters whose masters a backward pass has stepped already.
+
+
+class WritesBesideStep(Writes):
+    """Brings writes to the masters, but refuses those between a pass and the end of its step."""
+
+    _ahead = False
+    """Tells that the masters have been stepped, and the parameters not yet."""
+    _before: Tensor | None = None
+    """Keeps the values of an exposed unit whose masters are ahead."""
+
+    @classmethod
+    def of(cls, unit: Unit) -> WritesBesideStep:
+        """Return those of a unit, which has them from now on."""
+        if not isinstance(unit.writes, cls):
+            made = cls(unit)
+            made.__dict__.update(unit.writes.__dict__)
+            unit.writes = made
+        assert isinstance(unit.writes, cls)
+        return unit.writes
+
+    def step_ahead(self) -> None:
+        """Note that the masters are stepped now, before the parameters: until the next :meth:`bring` nothing
+        can be copied to them.
+        """
+        self._ahead = self.matter
+        if self._ahead and self._exposed:
+            self._before = self._unit.full.clone()
+
+    def expose(self) -> None:
+        super().expose()
+        if self._ahead and self._before is None:
+            self._before = self._unit.full.clone()
+
+    def forget(self) -> None:
+        super().forget()
+        self._ahead, self._before = False, None
+
+    def bring(self) -> None:
+        """Copy changed elements to the masters. Raises DiskError, and OptimizerError for what was written
+        after :meth:`step_ahead`.
+        """
+        if not self._ahead:
+            super().bring()
+            return
+        if self._count() != self._versions or (self._before is not None and not self._is_untouched()):
+            raise OptimizerError(
+                f"a parameter of {self._unit.name} was changed between the backward pass and engine.step(), "
+                "after zero_optimization.step_in_backward had stepped it. Change parameters after "
+                "engine.step(), and load the last checkpoint"
+            )
+        self._ahead, self._before = False, None
+
+    def _is_untouched(self) -> bool:
+        """Tell whether an exposed unit has what the step leaves: this rank's part is its masters' rounding,
+        stepped or not, and the others' parts are as they were.
+        """
+        unit, before = self._unit, self._before
+        assert before is not None and unit.store is not None
+        others = (slice(0, unit.start), slice(unit.stop, None))
+        if not all(torch.equal(before[part], unit.full[part]) for part in others):
+            return False
+        own = unit.full[unit.start : unit.stop]
+        with torch.no_grad(), open_all(unit.store, Access.MASTER) as tiles:
+            return all(
+                bool((tile.master.to(own.dtype) == own[tile.start : tile.stop]).all()) for _, _, tile in tiles
+            )
+
+
+# -- step -------------------------------------------------------------------------------------------
+
+
+_HALF = (
+    "the optimizer has already changed parameters in the backward pass (zero_optimization.step_in_backward)"
+)
+
+
+class Trainer(Protocol):
+    """Knows what gradients are divided and clipped by."""
+
+    @property
+    def previous_norm(self) -> float | None:
+        """Return the norm of the last step's gradient; None before the first step."""
+
+    def gradient_divisor(self) -> float | Tensor:
+        """Return the divisor of the summed gradients."""
+
+
+class BackwardStep:
+    """Steps units when their gradients arrive; an OffloadedStep that takes every unit.
+
+    Attributes
+        is_changed: a unit is about to be stepped, or has been, and ``engine.step()`` has not ended yet.
+        has_gradients: a backward pass has ended since the last step.
+        clips_units: there is no norm of an earlier step, so each unit is clipped by its own, for which all
+            ranks add up a number.
+    """
+
+    by_parameter = False
+
+    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
+        """Prepare to step ``units``, which may be replaced."""
+        self.units, self.comm = units, comm
+        self.is_changed = self.has_gradients = self.clips_units = False
+        self._in_step = False
+        self._squares: list[Tensor] = []
+        self._waiting: list[Unit] = []
+        """Lists units whose step is left to the end: this rank lacks a gradient of theirs."""
+        self._slices: dict[int, list[ShardSlice]] = {}
+        """Maps the identity of a unit to its slices."""
+        self._divisor = 1.0
+        self._taken: list[dict[str, Any]] = []
+        """Keeps the hyper-parameters of this pass."""
+
+    def connect(self, trainer: Trainer, optimizer: ShardedOptimizer, clip: float, by_value: bool) -> None:
+        """Set whose optimizer steps, and the largest norm, or with ``by_value`` the largest absolute value,
+        of a gradient; 0 for any.
+        """
+        self._trainer, self._optimizer = weakref.ref(trainer), optimizer
+        self._clip, self._by_value = clip, by_value
+        self._rule = UpdateRule(optimizer.optimizer)
+
+    # -- a backward pass
+
+    def begin(self) -> None:
+        """Begin a pass, with the hyper-parameters of now."""
+        for unit in self.units:
+            if not unit.shard_params:
+                unit.wait_unsharded()
+                unit.writes.bring()
+        trainer = self._trainer()
+        assert trainer is not None
+        self._divisor = float(trainer.gradient_divisor())
+        norm, coefficient = trainer.previous_norm, 1.0
+        by_norm = self._clip > 0 and not self._by_value
+        self.clips_units = by_norm and norm is None
+        if by_norm and norm is not None and norm > self._clip:
+            coefficient = self._clip / (norm + 1e-6)
+        self._optimizer.take_hyperparameters()
+        self._taken = self._hyperparameters()
+        self._rule.begin(self._divisor / coefficient if coefficient else math.inf)
+        self._slices = {}
+        for part in self._optimizer.slices:
+            self._slices.setdefault(id(part.unit), []).append(part)
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Return what the groups have besides parameters, tensors as numbers."""
+        return [
+            {
+                key: value.tolist() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self._optimizer.optimizer.param_groups
+        ]
+
+    def announce(self, unit: Unit) -> None:
+        """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
+        self.is_changed = True
+        unit.stepped()
+        WritesBesideStep.of(unit).step_ahead()
+        if unit.shard_params:
+            unit.updated = _NotInThisPass(self, unit)
+
+    def take(self, unit: Unit, *, at_once: bool) -> None:
+        """Take a unit's summed gradient; step the unit ``at_once``, or leave it to :meth:`start`."""
+        store = unit.store
+        assert isinstance(store, DeviceStore)
+        with torch.no_grad():
+            squares = store.grad_squares()
+            square = torch.stack(squares).sum() / unit.copies if squares else self._nothing()
+            self._squares.append(square)
+            if self.clips_units:
+                total = self.comm.all_reduce_scalars(square.reshape(1).clone(), f"clips {unit.name}")
+                factor = (self._clip / (total.sqrt() / self._divisor + 1e-6)).clamp_(max=1.0)
+                store.grad().mul_(factor.to(store.grad().dtype))
+            elif self._clip > 0 and self._by_value:
+                limit = self._clip * self._divisor
+                store.grad().clamp_(-limit, limit)
+            if at_once:
+                self._step(unit, self._slices.get(id(unit), []))
+            else:
+                self._waiting.append(unit)
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.comm.device)
+
+    def _step(self, unit: Unit, slices: Sequence[ShardSlice]) -> None:
+        """Step slices of a unit, and release its gradient."""
+        store = unit.store
+        assert isinstance(store, DeviceStore)
+        narrow, updates = store.narrow_copy, []
+        for part in slices:
+            assert part.leaf is not None
+            out = None if narrow is None else part.of(narrow)
+            updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
+        with named(f"step {unit.name}"):
+            self._rule.apply(updates, self._optimizer.optimizer.state)
+        if narrow is None:
+            unit.values.write(0, store.master)
+        store.drop_grad()
+        store.grad_memory = None
+
+    def end_pass(self) -> None:
+        """End a pass: all gradients have arrived."""
+        self.has_gradients = True
+
+    # -- what may come between
+
+    def check_unchanged(self) -> None:
+        """Raise OptimizerError if a step is half done, and nothing but its end may follow."""
+        if not self.is_changed:
+            return
+        if not self.has_gradients:
+            raise OptimizerError(
+                f"the last backward pass raised an exception midway, and {_HALF}: load the last checkpoint"
+            )
+        raise OptimizerError(
+            f"{_HALF}, but engine.step() has not completed since: call it right after the backward pass; if "
+            "it raised an error, load the last checkpoint"
+        )
+
+    def ends_in_error(self) -> bool:
+        """Tell whether an error, such as a hook's, is just ending the step, which stays half done."""
+        if not (self._in_step and self.is_changed and sys.exc_info()[0] is not None):
+            return False
+        self._in_step = False
+        return True
+
+    def check_droppable(self) -> None:
+        """Raise OptimizerError if gradients have been used that are to be dropped."""
+        if not self.is_changed:
+            return
+        if self._in_step:
+            raise OptimizerError(
+                f"gradients are not finite, and {_HALF}: load the last checkpoint. To continue in this "
+                'case, set "bf16": {"check_grad_overflow": false}'
+            )
+        raise OptimizerError(
+            f"cannot drop gradients: {_HALF}. Call engine.step(); call zero_grad() only before the backward "
+            "pass"
+        )
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.is_changed = self.has_gradients = self._in_step = False
+        self._squares.clear()
+        self._waiting.clear()
+
+    # -- the end of a step
+
+    def takes(self, unit: Unit) -> bool:
+        """Tell whether this object steps a unit: it does."""
+        return True
+
+    def brings(self, unit: Unit) -> bool:
+        """Tell whether new values come without a refresh: they do not."""
+        return False
+
+    def forget(self) -> None:
+        """Do nothing: all state is the optimizer's."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return the sums of squares of this pass's gradients before they were clipped."""
+        self._in_step = True
+        return list(self._squares)
+
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Step the units that have waited, by the hyper-parameters of this pass. Raises OptimizerError where
+        the script has changed them since it began.
+        """
+        for index, (now, before) in enumerate(zip(self._hyperparameters(), self._taken, strict=False)):
+            changed = [key for key, value in before.items() if now.get(key) != value]
+            if changed:
+                raise OptimizerError(
+                    f"{changed[0]} of parameter group {index} was changed after backward() started, but "
+                    "zero_optimization.step_in_backward steps with the earlier value: change it before "
+                    "backward(), or remove the key"
+                )
+        with torch.no_grad():
+            for unit in self._waiting:
+                self._step(unit, [part for part in slices if part.unit is unit and part.used])
+        self._rule.end()
+        self.is_changed = False
+
+    def check(self) -> None:
+        """Raise what ended a step half-way; inside a backward pass nothing has ended."""
+        if not placeholder.in_backward():
+            self.check_unchanged()
+
+    def finish(self) -> None:
+        """Do nothing: what ended a step has been raised by it."""
+
+    def wait(self) -> None:
+        """Do nothing: what was begun has been ended."""
+
+
+class _NotInThisPass(Pending):
+    """Refuses that a unit is gathered in the backward pass that has stepped it."""
+
+    def __init__(self, step: BackwardStep, unit: Unit) -> None:
+        self._step, self._name = weakref.ref(step), unit.name
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether the unit may be gathered."""
+        step = self._step()
+        return step is None or not step.is_changed or step.has_gradients
+
+    def wait(self) -> None:
+        if not self.ready and placeholder.in_backward():
+            raise OptimizerError(
+                f"{self._name} is used again after its step in the same backward pass, and {_HALF}: remove "
+                "step_in_backward for this model and load the last checkpoint"
+            )
+
+
+# -- reducer ----------------------------------------------------------------------------------------
+#
+# Hands each unit's gradient to the step as soon as it is reduced.
+
+
+class SteppingReducer(GradientReducer):
+    """Reduces gradients, and has each unit stepped once its own is there."""
+
+    step: BackwardStep
+
+    def make_step(self, units: Sequence[Unit]) -> BackwardStep:
+        """Return the object that steps ``units``, which may be replaced."""
+        self.step = BackwardStep(units, self.comm)
+        return self.step
+
+    def begin(self) -> None:
+        """Begin a backward pass. Raises OptimizerError for a second one in a step."""
+        if not self.step.has_gradients:
+            self.step.check_unchanged()
+        else:
+            if not self.is_empty_pass:
+                raise OptimizerError(
+                    "second backward pass before engine.step(): zero_optimization.step_in_backward allows "
+                    "one per step. If another model's loss runs through this model, freeze this model "
+                    "during that pass (requires_grad_(False)) or detach its inputs"
+                )
+            self.clear()  # zeros: the pass reached no parameter, such as one of a model that was frozen
+        self.step.begin()
+        super().begin()
+
+    def _open(self, bucket: Bucket) -> None:
+        if bucket.state is BucketState.REDUCED:
+            raise OptimizerError(
+                f"{bucket.unit.name} got another gradient after its step in this backward pass: several "
+                "reentrant checkpoints use its parameters. Set use_reentrant=False or remove "
+                "zero_optimization.step_in_backward. Parameters have changed: load the last checkpoint"
+            )
+        super()._open(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        if _is_complete(bucket):
+            self.step.announce(bucket.unit)
+        super()._launch(bucket)
+        while self._in_flight and self.step.clips_units:
+            self._retire()  # in the order of the launches, which is that of all ranks
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Step a unit that every gradient of this rank has reached.
+
+        Others wait for ``engine.step()``, where the ranks find out which parameters had no gradient on any of
+        them.
+        """
+        self.step.take(bucket.unit, at_once=_is_complete(bucket))
+
+    def finish(self) -> None:
+        """End the backward pass."""
+        super().finish()
+        self.step.end_pass()
+
+    def forget(self, unit: object, index: int) -> None:
+        """Drop the gradient of one parameter. Raises OptimizerError where it may have been used."""
+        self.step.check_droppable()
+        super().forget(unit, index)
+
+    def clear(self) -> None:
+        """Begin a new optimizer step. Raises OptimizerError if the present one is half done."""
+        if self.step.ends_in_error():
+            return
+        self.step.check_droppable()
+        super().clear()
+        self.step.reset()
+
+
+def check_step(unit: Unit) -> None:
+    """Raise OptimizerError where a unit has been stepped in a backward pass that ``engine.step()`` has not
+    ended: some values of the model are new then, and others not.
+    """
+    if isinstance(unit.gradients, SteppingReducer):
+        unit.gradients.step.check()
+
+
+def _is_complete(bucket: Bucket) -> bool:
+    """Tell whether every parameter that is stepped has had a gradient on this rank."""
+    slots = bucket.unit.layout.slots
+    return all(used or slot.group < 0 for used, slot in zip(bucket.used, slots, strict=True))

@@ -1,0 +1,306 @@
+"""Builds optimizers and schedulers from the config's ``type`` and ``params``.
+
+CONTRIBUTING.md says what else a new optimizer or schedule needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...cuda_ops.signs import BLOCK
+from ...cuda_ops.step import needs_kernel
+from ..comm.collectives import Comm
+from ..config import Config
+from ..environment import read_environment
+from ..errors import OptimizerError
+from ..log import detail, warn
+from ..offload.step import BackgroundStep
+from ..zero.layout import ALIGN_NUMEL
+from ..zero.reduce import GradientReducer
+from ..zero.unit import Unit
+from .collective import CollectiveStep
+from .in_backward import SteppingReducer
+from .lamb import Lamb, LambStep
+from .lion import Lion
+from .muon import Muon, MuonStep, split_for_muon
+from .one_bit import (
+    OneBitAdam,
+    OneBitAdamStep,
+    OneBitLamb,
+    OneBitLambStep,
+    OneBitOptimizer,
+    ZeroOneAdam,
+    ZeroOneAdamStep,
+    agree_on_phase,
+)
+from .schedules import SCHEDULES
+from .step import OffloadedStep
+from .uncorrected_adam import UncorrectedAdam
+
+# -- optimizers -------------------------------------------------------------------------------------
+
+
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
+        "Rprop",
+    )
+) | {Lion, UncorrectedAdam}
+"""Lists classes whose update of an element depends only on that element's gradient and state."""
+
+_IGNORED = {
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+    "legacy_fusion",
+    "set_grad_none",
+    "capturable",
+}
+"""Keys that choose among DeepSpeed's implementations; here there is one. Values that would change results are
+refused.
+"""
+
+
+_OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "lion": Lion,
+    "lamb": Lamb,
+    "muon": Muon,
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
+_OF_BACKENDS = (
+    "bias_correction",
+    "cuda_aware",
+    "comm_backend_name",
+)
+"""Names what DeepSpeed's 1-bit optimizers take besides; config/optimizers.py says which values are right."""
+_UNCORRECTED = {"onebitadam", "onebitlamb", "zerooneadam"}
+
+
+def build_optimizer(
+    kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]], model: nn.Module
+) -> torch.optim.Optimizer:
+    """Build a torch optimizer over ``groups`` of the model's parameters; Muon's are split.
+
+    As in DeepSpeed, "Adam" means decoupled weight decay (AdamW) unless ``adam_w_mode`` is false. The argument
+    ``state_dtype`` becomes an entry of the param groups. Raises ValueError for an unknown type or arguments
+    that it does not take.
+    """
+    name = kind.lower()
+    arguments = {key: value for key, value in params.items() if key not in _IGNORED}
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if name in _UNCORRECTED:
+        for key in _OF_BACKENDS:
+            arguments.pop(key, None)
+    if name == "muon":
+        arguments.pop("ns_method", None)
+        rate, *own = (arguments.pop(key, None) for key in ("lr", "muon_lr", "adam_lr"))
+        rates = [(1e-3 if rate is None else rate) if each is None else each for each in own]
+        groups = split_for_muon(groups, model, muon_lr=rates[0], adam_lr=rates[1])
+        arguments["adam_eps"] = arguments.pop("eps", 1e-8)
+    if name in ("adam", "adamw"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not arguments.pop("bias_correction", True):
+            maker = partial(UncorrectedAdam, decoupled=decoupled)
+            if arguments.pop("amsgrad", False):
+                raise ValueError("optimizer.params.bias_correction: false cannot be combined with amsgrad")
+            for key in ("fused", "foreach"):  # there is one implementation
+                arguments.pop(key, None)
+        # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
+        arguments.setdefault("weight_decay", 0.0)
+    else:
+        maker = _OURS.get(name) or getattr(torch.optim, kind, None)
+        if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
+            raise ValueError(
+                f"optimizer.type: unknown {kind!r}; use AdamW, Adam, SGD or a name from torch.optim"
+            )
+    state_dtype = arguments.pop("state_dtype", None)
+    rate = arguments.get("lr")
+    if isinstance(rate, (bool, str)):
+        raise ValueError(f"optimizer.params.lr: {rate!r} is not a number")
+    try:
+        optimizer: torch.optim.Optimizer = maker(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.params: {kind} does not accept them: {error}") from None
+    if state_dtype not in (None, "fp32"):
+        optimizer.defaults["state_dtype"] = state_dtype  # of groups that are added later
+        for group in optimizer.param_groups:
+            group.setdefault("state_dtype", state_dtype)
+    return optimizer
+
+
+def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
+    """Build a learning-rate scheduler of ours or of torch by name. Raises ValueError as
+    :func:`build_optimizer` does.
+    """
+    differ = len({group["lr"] for group in optimizer.param_groups}) > 1
+    for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
+        if isinstance(params.get(key), (int, float)) and differ and read_environment().rank == 0:
+            what = f"scheduler.params.{key} overrides the learning rate of all param groups"
+            warn(f"{what}, which have different ones: remove it")
+    maker: Any = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    if maker is None:
+        known = ", ".join(SCHEDULES)
+        raise ValueError(
+            f"scheduler.type: unknown {kind!r}; use {known} or a class of torch.optim.lr_scheduler"
+        )
+    try:
+        return maker(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scheduler.params: {kind} does not accept them: {error}") from None
+
+
+# -- step choice ------------------------------------------------------------------------------------
+#
+# Decides which object steps the units of an engine: for most optimizers none but the engine itself.
+
+
+_STEPS: dict[type[torch.optim.Optimizer], type[CollectiveStep]] = {
+    Lamb: LambStep,
+    Muon: MuonStep,
+    OneBitAdam: OneBitAdamStep,
+    OneBitLamb: OneBitLambStep,
+    ZeroOneAdam: ZeroOneAdamStep,
+}
+if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+    _STEPS[torch.optim.Muon] = MuonStep
+
+
+def collective_step_of(optimizer: torch.optim.Optimizer | None) -> type[CollectiveStep] | None:
+    """Return the step of an optimizer's class, if it is one that ranks make together. A subclass, which may
+    step in another way, has none.
+    """
+    return _STEPS.get(type(optimizer)) if optimizer is not None else None
+
+
+def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Tell whether each rank keeps its whole gradients until the step, at every stage."""
+    return isinstance(optimizer, OneBitOptimizer)
+
+
+def error_bytes(optimizer: torch.optim.Optimizer | None, numel: int, stage: int, world_size: int) -> int:
+    """Return the bytes that a 1-bit optimizer keeps on a rank besides its state, for so many trained
+    elements: errors with the momentum's part, those of the rank's share, from stage 2 on whole gradients, and
+    for local steps where they have begun and how far they have come.
+    """
+    if not keeps_whole_gradients(optimizer):
+        return 0
+    groups = optimizer.param_groups if optimizer is not None else ()
+    local = any(group.get("local_step_clipper", 1) > 1 for group in groups)
+    return 4 * (numel + numel // world_size + (numel if stage >= 2 else 0) + (2 * numel if local else 0))
+
+
+def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: bool) -> None:
+    """Let units be laid out as an optimizer needs them. Raises OptimizerError where ranks cannot step it
+    together.
+    """
+    name = type(optimizer).__name__
+    if keeps_whole_gradients(optimizer):
+        if comm.link is not comm.data and not divides_layers:
+            raise OptimizerError(
+                f"optimizer {name} exchanges signs between all ranks: remove mics_shard_size, "
+                "zero_hpz_partition_size and quantized gradients and weights"
+            )
+        agree_on_phase(name, optimizer.param_groups)
+        if comm.rank == 0:
+            steps = optimizer.param_groups[0]["freeze_step"]
+            zero_one = isinstance(optimizer, ZeroOneAdam)
+            first = (
+                "signs of gradients, except in steps that update the variance"
+                if zero_one
+                else "whole gradients"
+            )
+            detail(f"{name}: ranks exchange {first}, for {steps} steps, then signs of momentum")
+        comm.link.pieces = comm.link.size * (BLOCK // ALIGN_NUMEL)  # no block crosses the end of a part
+    if divides_layers and collective_step_of(optimizer) is not None:
+        raise OptimizerError(
+            f"optimizer {name} needs whole parameters and does not support tensor, expert or pipeline "
+            "parallelism: turn these off, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
+        )
+
+
+def choose_step(
+    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, comm: Comm, *, offloads: bool
+) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
+    """Return what makes the object that steps units otherwise than all at once on the device, if any."""
+    if isinstance(reducer, SteppingReducer):
+        return reducer.make_step
+    kind = collective_step_of(optimizer)
+    if kind is not None:
+        return lambda units: kind(units, comm)
+    return (lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")) if offloads else None
+
+
+# -- accepted optimizers ----------------------------------------------------------------------------
+#
+# Decides which optimizers may step flat shards, and which need whole tensors.
+
+
+_NEVER = {
+    "LBFGS": "runs the model several times in one step",
+    "SparseAdam": "needs sparse gradients, and the engine's are dense",
+}
+_BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
+"""Names optimizers that are known to look at a whole tensor."""
+
+
+def check_narrow(optimizer: torch.optim.Optimizer, config: Config, dtype: torch.dtype | None) -> None:
+    """Raise OptimizerError for state or master values in fewer than 32 bits that no kernel steps, or that are
+    to be kept on NVMe. ``dtype``: what the model computes in; None for its parameters' own.
+    """
+    section = config.zero_optimization.offload_optimizer
+    stochastic = config.bf16.master_weights == "stochastic"
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                wide = torch.promote_types(dtype or parameter.dtype, torch.float32)
+                narrow = needs_kernel(optimizer, group, torch.bfloat16 if stochastic else wide)
+                if narrow and section is not None and section.device == "nvme":
+                    raise ValueError(
+                        "state_dtype and bf16.master_weights are not supported with offload_optimizer "
+                        '"nvme": state on NVMe is fp32. Use device "cpu", or remove them'
+                    )
+    except ValueError as error:
+        raise OptimizerError(str(error)) from None
+
+
+def needs_whole_tensors(
+    optimizer: torch.optim.Optimizer, *, whole: bool, offloaded: bool, allowed: bool
+) -> bool:
+    """Tell whether the optimizer is to be given whole tensors instead of flat pieces.
+
+    ``whole``: every rank updates whole parameters (stage 0, or one rank). ``offloaded``: state is kept off
+    the device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
+    OptimizerError for an optimizer that would compute something else on what it gets.
+    """
+    kind, name = type(optimizer), type(optimizer).__name__
+    if name in _NEVER:
+        raise OptimizerError(f"optimizer {name} is not supported: it {_NEVER[name]}")
+    if kind in ELEMENTWISE or collective_step_of(optimizer) is not None:
+        return False
+    if whole and not offloaded:
+        return True
+    place = "offload_optimizer updates tiles" if whole else "this config gives it flat shards"
+    if name in _BY_SHAPE:
+        raise OptimizerError(
+            f"optimizer {name} needs whole tensors, but {place}: use an element-wise optimizer (Adam, AdamW, "
+            "SGD, Lion), or stage 0 or one rank, without offload_optimizer and tensor, expert or pipeline "
+            "parallelism"
+        )
+    if allowed:
+        return False
+    raise OptimizerError(
+        f"zlaunch does not know whether optimizer {name} is element-wise, and {place}. If it is, set "
+        '"zero_allow_untested_optimizer": true. If it computes norms or sums over a parameter, use stage 0 '
+        "or one rank, without offload_optimizer"
+    )

@@ -1,0 +1,519 @@
+"""Steps the flat shards of all units, and brings the new values to where gathers read.
+
+That is ``ValueStore.write`` for each unit, and ``Unit.refresh`` for one that stays unsharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ...cuda_ops.arguments import Scalar
+from ...cuda_ops.norm import prepare_step
+from .. import preemption
+from ..comm.collectives import Comm
+from ..comm.cut import whole_shape
+from ..device import all_on, named, to_device
+from ..errors import OptimizerError
+from ..precision import StepResult
+from ..zero.reduce import GradientReducer
+from ..zero.store import Access, DeviceStore, open_tiles, squares_of
+from ..zero.unit import Unit
+from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
+from .update_rule import SliceUpdate, UpdateRule
+
+# -- inner optimizer --------------------------------------------------------------------------------
+#
+# Builds the optimizer that steps the shards from the one that the script holds.
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether hooks want to be called around steps, and so not around those that are skipped."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def run_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> None:
+    """Call the step hooks that were registered on the optimizer, and those for all optimizers."""
+    if before:
+        for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+            if hook(optimizer, (optimizer,), {}) is not None:
+                raise OptimizerError("a step pre-hook cannot change the arguments of engine.step()")
+    else:
+        for after in chain(
+            optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()
+        ):
+            after(optimizer, (optimizer,), {})
+
+
+class InnerOptimizer:
+    """Builds an optimizer of the original class for this rank's shards, and copies its groups' values from
+    and to the script's.
+    """
+
+    def __init__(self, outer: torch.optim.Optimizer) -> None:
+        self.outer = outer
+        optimizer: Any = object.__new__(type(outer))
+        optimizer.__dict__.update(outer.__dict__)
+        for name in ("step", "zero_grad"):
+            optimizer.__dict__.pop(name, None)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            optimizer.__dict__[name] = {}  # the engine calls them once a step
+        optimizer.state = defaultdict(dict)
+        optimizer.param_groups = []
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.add_groups(outer.param_groups)
+        self._taken: list[dict[str, Any]] = []
+
+    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add groups with the options of these, as yet without a shard."""
+        for group in groups:
+            own = {key: value for key, value in group.items() if key != "param_names"}
+            self.optimizer.param_groups.append({**own, "params": []})
+
+    def take(self) -> None:
+        """Copy the hyper-parameters that the script sees to the inner optimizer."""
+        groups = self.optimizer.param_groups
+        for group, own in zip(self.outer.param_groups, groups, strict=True):
+            own.update(_entries(group))
+        self._taken = [_entries(group) for group in groups]
+
+    def give(self) -> None:
+        """Copy what a step has changed in the groups (counters, an estimated rate) to the script's groups."""
+        for group, own, before in zip(
+            self.outer.param_groups, self.optimizer.param_groups, self._taken, strict=False
+        ):
+            for key, value in _entries(own).items():
+                if key in group and value is not before.get(key):
+                    group[key] = value
+
+
+_OWN_CHOICE = ("params", "param_names", "fused", "foreach")
+"""Lists the entries that the inner optimizer keeps for itself."""
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _OWN_CHOICE}
+
+
+# -- initial state ----------------------------------------------------------------------------------
+#
+# Moves state that an optimizer makes when it is constructed (Adagrad) to the shards, which come later.
+
+
+Known = dict[str, Tensor | float]
+"""Maps a state entry's name to its tensor, or to the one value of each of its parameter's elements."""
+Entries = dict[str, Tensor | float | None]
+"""Maps it to None where no parameter of the group has an element on this rank that would show the value."""
+
+
+def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
+    """Return the entries that each group's parameters begin with; clear the optimizer's state.
+
+    A parameter shows what an entry is by its shape. One without elements (another pipeline stage's, an empty
+    placeholder) shows no value, and one without dimensions does not tell an entry for each element from one
+    for the whole parameter: others go first.
+
+    Raises ValueError if the optimizer has already made steps, or begins with values that are not all alike.
+    """
+    groups: list[Entries] = []
+    for group in optimizer.param_groups:
+        entries: Entries = {}
+        for parameter in sorted(group["params"], key=_shows_little):
+            # an optimizer that was made before a parameter was cut has a tensor of the whole
+            shapes = {tuple(parameter.shape), whole_shape(parameter, parameter.shape)}
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or (key == "step" and value.any()):
+                    raise _used(optimizer)
+                if key == "step" or tuple(value.shape) not in shapes:
+                    entries.setdefault(key, value)
+                elif not value.numel():
+                    entries.setdefault(key, None)
+                else:
+                    alike = float(value.reshape(-1)[0])
+                    if not bool((value == alike).all()):
+                        raise _used(optimizer)
+                    entries.setdefault(key, alike)
+        groups.append(entries)
+    optimizer.state.clear()
+    return groups
+
+
+def _shows_little(parameter: Tensor) -> int:
+    return 2 if not parameter.numel() else int(parameter.dim() == 0)
+
+
+def _used(optimizer: torch.optim.Optimizer) -> ValueError:
+    return ValueError(
+        f"optimizer {type(optimizer).__name__} already has state: pass a new one to zlaunch.initialize. "
+        "To import the state, save it with torch.distributed.checkpoint and run `zlaunch checkpoint import`"
+    )
+
+
+def give_initial_state(
+    optimizer: torch.optim.Optimizer, groups: list[Entries], slices: Sequence[ShardSlice]
+) -> None:
+    """Copy the initial state of their parameters to the shards. Raises DiskError, ValueError for a value that
+    cannot be found out.
+    """
+    known = {index: _completed(optimizer, index, groups[index]) for index in {part.group for part in slices}}
+    for part in slices:
+        entries = known[part.group]
+        if not entries:
+            continue
+        if part.leaf is None:
+            _fill_on_disk(part, entries)
+            continue
+        state: dict[str, Any] = {}
+        for key, value in entries.items():
+            copy = value.clone() if isinstance(value, Tensor) else torch.full_like(part.leaf, value)
+            state[key] = copy.requires_grad_(False)
+        optimizer.state[part.leaf] = state
+
+
+def _completed(optimizer: torch.optim.Optimizer, index: int, entries: Entries) -> Known:
+    """Find out values that no parameter has shown: as an optimizer of the class begins over one element."""
+    known = {key: value for key, value in entries.items() if value is not None}
+    unknown = [key for key in entries if key not in known]
+    if not unknown:
+        return known
+    group = optimizer.param_groups[index]
+    probe = torch.zeros(1)
+    try:
+        made = type(optimizer)([{**group, "params": [probe]}], **optimizer.defaults)
+        return known | {key: float(made.state[probe][key]) for key in unknown}
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} has an unknown initial value for {', '.join(unknown)}: "
+            f"no parameter of group {index} has elements on this rank, and building another optimizer of "
+            f"its class failed ({type(error).__name__}: {error}). Keep all constructor arguments in its "
+            "`defaults`"
+        ) from error
+
+
+def _fill_on_disk(part: ShardSlice, entries: Known) -> None:
+    part.scalars = {key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)}
+    part.on_disk = sorted(entries.keys() - part.scalars.keys())
+    store = part.unit.store
+    assert store is not None
+    if any(entries[key] for key in part.on_disk):  # a new file has zeros
+        own = next(tile for tile in store.tiles if tile[0] <= part.start and part.stop <= tile[1])
+        with open_tiles([(store, own, None)], Access.WRITE) as tiles:
+            for _, _, view in tiles:
+                for key, region in zip(part.on_disk, view.state, strict=False):
+                    region[part.span(view)].fill_(float(entries[key]))
+
+
+# -- sharded optimizer ------------------------------------------------------------------------------
+
+
+class OffloadedStep(Protocol):
+    """Steps units in another way than all that are on the device at once: in the background, or together."""
+
+    by_parameter: bool
+    """Tells whether it wants slices of one parameter each."""
+
+    def takes(self, unit: Unit) -> bool:
+        """Tell whether it steps ``unit``."""
+
+    def forget(self) -> None:
+        """Forget what belongs to a state that has been replaced. All ranks do, in the same step."""
+
+    def own_squares(self) -> list[Tensor]:
+        """Return sums of squares that make the norm in place of the stores' gradients, if any do."""
+
+    def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Do the step, or begin it. Raises DiskError if it was done at once.
+
+        ``used``: for each parameter of each unit, in order, whether some rank had a gradient for it; equal on
+        all ranks, unlike ``slices``.
+        """
+
+    def brings(self, unit: Unit) -> bool:
+        """Tell whether the new values of ``unit`` come without a refresh by the caller."""
+
+    def check(self) -> None:
+        """Raise what ended a step early."""
+
+    def finish(self) -> None:
+        """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
+
+    def wait(self) -> None:
+        """Wait until the step has ended, uploads included. Raises what ended it early."""
+
+
+class ShardedOptimizer:
+    """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
+
+    That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
+    its class, :attr:`optimizer`, has the shards in its groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        reducer: GradientReducer,
+        comm: Comm,
+        *,
+        whole: bool = False,
+        offloaded_step: Callable[[Sequence[Unit]], OffloadedStep] | None = None,
+        on_device: bool = False,
+    ) -> None:
+        """Prepare to step ``units``. ``whole``: the optimizer gets whole tensors, which this rank must have.
+        ``offloaded_step`` is made for the units if it takes some of them; they may be replaced later.
+        ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
+        """
+        self._initial, self._inner = take_initial_state(optimizer), InnerOptimizer(optimizer)
+        self.optimizer = self._inner.optimizer
+        self.units = list(units)
+        self._reducer, self._comm, self._whole = reducer, comm, whole
+        self._slices: list[ShardSlice] = []
+        self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
+        self._on_device = on_device
+        self._state_changed = False
+        """Tells that this rank's state has been replaced since the last step."""
+        self._take_units(units)
+        self._rule = UpdateRule(self.optimizer)
+
+    @property
+    def outer(self) -> torch.optim.Optimizer:
+        """Return the optimizer that the script holds."""
+        return self._inner.outer
+
+    def _take_units(self, units: Sequence[Unit]) -> None:
+        """Make the slices of units and add them to the optimizer's groups."""
+        made = make_slices(units, self._whole)
+        self._slices += made
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] += [part.leaf for part in made if part.group == index and part.leaf is not None]
+        if self.stepper is not None and self.stepper.by_parameter:
+            self.split(lambda unit, index: (id(unit), index))
+        give_initial_state(self.optimizer, self._initial, made)
+        self.decides_on_device = self._choose_fused() and self._on_device and self.stepper is None
+
+    def set_units(self, units: Sequence[Unit]) -> None:
+        """Replace the units that are stepped: those that stay keep their state, new ones begin without. Those
+        that are gone had no state. Further param groups are taken from the outer optimizer.
+        """
+        self.wait()
+        further = self.outer.param_groups[len(self.optimizer.param_groups) :]
+        self._inner.add_groups(further)
+        self._initial += [self._initial[0] if self._initial else {} for _ in further]
+        new = [unit for unit in units if all(unit is not old for old in self.units)]
+        gone = [old for old in self.units if all(old is not unit for unit in units)]
+        self._slices = [part for part in self._slices if all(part.unit is not unit for unit in gone)]
+        self.units[:] = units
+        self._take_units(new)
+
+    def take_hyperparameters(self) -> None:
+        """Copy what the script has set in the groups to the inner optimizer."""
+        self._inner.take()
+
+    def show_hyperparameters(self) -> None:
+        """Copy what a load has set in the inner optimizer's groups to the script's groups."""
+        self._inner.give()
+        self.state_changed()
+
+    def state_changed(self) -> None:
+        """Take note that the state has been replaced, or a part of it, on this rank at least."""
+        self._state_changed = True
+
+    def agree_on_state(self) -> None:
+        """Forget, between two steps, what belongs to a state that was replaced on some rank. Collective."""
+        changed = torch.tensor([float(self._state_changed)], dtype=torch.float64)
+        self._forget_replaced(float(self._comm.all_reduce_scalars(to_device(changed, self._comm.device))))
+
+    def _forget_replaced(self, ranks: float) -> None:
+        """Forget what belongs to a state that was replaced on so many ranks."""
+        if ranks and self.stepper is not None:
+            self.stepper.forget()
+        self._state_changed = False
+
+    def _choose_fused(self) -> bool:
+        """Use torch's one-pass kernels where the caller did not choose an implementation himself."""
+        floats = all(torch.promote_types(unit.dtype, torch.float32) == torch.float32 for unit in self.units)
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not floats:
+            return False
+        for group in self.optimizer.param_groups:
+            chosen = group.get("fused") is not None or group.get("foreach") is not None
+            if not chosen and not group.get("differentiable") and not group.get("capturable"):
+                group["fused"] = True
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        if not fused:
+            self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        return fused
+
+    @property
+    def slices(self) -> Sequence[ShardSlice]:
+        """Return what the optimizer sees of this rank's shards; :meth:`wait` before their values are read."""
+        return self._slices
+
+    def split(self, label: Callable[[Unit, int], Label]) -> list[tuple[ShardSlice, Label]]:
+        """Cut the slices so that the parameters of each have one label; return all of them with theirs."""
+        labelled = split_slices(self._slices, label, self.optimizer)
+        self._slices = [part for part, _ in labelled]
+        return labelled
+
+    def step(self, *, divisor: Scalar, clip: float, check_finite: bool, beside: Tensor) -> StepResult:
+        """Average, unscale, clip and apply the gradients, unless they are not finite.
+
+        ``divisor`` is what the summed gradients have to be divided by (``averaging.Averaging``); ``clip`` is
+        the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every
+        rank. ``beside`` (1-dim, float64, on the device) is summed over the ranks in the collective that the
+        step needs anyway; the result has the sums. Afterwards every unit that stays unsharded is on its way
+        to its new values.
+        """
+        self.wait()
+        for unit in self.units:
+            if not unit.shard_params:
+                # unused since the last step, whose values may still be arriving
+                unit.wait_unsharded()
+                unit.writes.bring()
+        mine = self._reducer.used()
+        agreed, count = self._agree(mine, beside), beside.numel()
+        by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
+        try:
+            if by_device:
+                return self._step_on_device(agreed, count, divisor, clip, check_finite)
+            return self._step_by_host(agreed, count, float(divisor), clip, check_finite)
+        finally:
+            self._reducer.clear()
+
+    def _step_by_host(
+        self, agreed: Tensor, count: int, divisor: float, clip: float, check_finite: bool
+    ) -> StepResult:
+        facts, marks = self._apart(agreed)
+        if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
+            self._comm.raise_order()
+        self._comm.order.forget()
+        numbers = facts.tolist()
+        beside, (square, stop, changed, *counts) = numbers[:count], numbers[count:]
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        skipped = check_finite and not math.isfinite(norm)
+        if not skipped:
+            coefficient = 1.0
+            if clip > 0 and norm > clip:
+                coefficient = clip / (norm + 1e-6)
+            self._comm.drain()
+            self._forget_replaced(changed)
+            # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
+            self._apply([ranks > 0 for ranks in counts], divisor / coefficient if coefficient else math.inf)
+        return StepResult(norm, skipped, stop, beside=beside)
+
+    def _step_on_device(
+        self, agreed: Tensor, count: int, divisor: Scalar, clip: float, check_finite: bool
+    ) -> StepResult:
+        """Step without a number that the host has to see: every parameter has a gradient.
+
+        Where the ranks have used the model in different orders, nothing is changed, and the result says so.
+        """
+        facts, marks = self._apart(agreed)
+        beside, facts = facts[:count], facts[count:]
+        norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
+        differs = self._comm.differs(marks).to(found_inf.dtype)
+        skip = torch.maximum(found_inf, differs) if check_finite else differs
+        self._comm.drain()
+        guarded = check_finite or self._comm.world_size > 1
+        self._apply([True] * (facts.numel() - 3), 1.0 / multiplier, skip if guarded else None)
+        return StepResult(norm, skip, facts[1], differs, beside=beside)
+
+    def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums of what is beside the step and of its facts, and those of the marks behind them."""
+        batches = sum(each.mark_count for each in self._comm.batches)
+        at = agreed.numel() - len(self._comm.order.marks()) - batches
+        return agreed[:at], agreed[at:]
+
+    def check(self) -> None:
+        """Raise what ended a step half-way: the values are of two steps then, and nothing may go on."""
+        if self.stepper is not None:
+            self.stepper.check()
+
+    def finish(self) -> None:
+        """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
+        if self.stepper is not None:
+            self.stepper.finish()
+
+    def wait(self) -> None:
+        """Wait until the last step has ended everywhere. Raises what ended it early, such as a DiskError."""
+        if self.stepper is not None:
+            self.stepper.wait()
+
+    def _agree(self, used: list[bool], beside: Tensor) -> Tensor:
+        """Return the sums of ``beside``, the sum of squares of all gradients, how many ranks want to stop, on
+        how many the state has been replaced, for each parameter how many had a gradient, and the marks of the
+        order of collectives and of batches: one all-reduce, float64 on the device.
+        """
+        device = self._comm.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        own = self.stepper.own_squares() if self.stepper is not None else []
+        if own:
+            total = torch.stack(own).sum()
+        for copies in {} if own else {unit.copies: None for unit in self.units}:
+            if squares := self._squares(copies):
+                total = total + torch.stack(squares).sum() / copies
+        own_news = map(float, (preemption.requested(), self._state_changed, *used))
+        flags = [*own_news, *self._comm.order.marks()]
+        mine = to_device(torch.tensor(flags, dtype=torch.float64), device)
+        facts = torch.cat([beside, total.reshape(1), mine, *self._comm.batch_marks()])
+        return self._comm.all_reduce_scalars(facts)
+
+    def _squares(self, copies: int) -> list[Tensor]:
+        """Sum the squares of every cut of units that so many ranks keep, in the units' order."""
+        units = [unit for unit in self.units if unit.copies == copies]
+        stores = [unit.store for unit in units if unit.store is not None and unit.store.has_grad]
+        here = [store for store in stores if isinstance(store, DeviceStore)]
+        found = iter(squares_of([part for store in here for part in store.grad_parts()]))
+        squares: list[Tensor] = []
+        for store in stores:
+            squares += (
+                islice(found, len(store.cuts)) if isinstance(store, DeviceStore) else store.grad_squares()
+            )
+        return all_on(squares, self._comm.device)
+
+    def _apply(self, used: list[bool], divisor: Scalar, found_inf: Tensor | None = None) -> None:
+        run_hooks(self.outer, before=True)
+        self._inner.take()
+        self._rule.begin(divisor, found_inf)
+        self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
+        with named("step"):
+            all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
+        if self.stepper is not None:
+            self.stepper.start(self._rule, self._slices, used)
+        else:
+            self._rule.end()
+        self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        stay = [u for u in self.units if not u.shard_params and not (self.stepper and self.stepper.brings(u))]
+        with torch.no_grad():
+            for unit in self.units:
+                if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
+                    unit.values.write(0, unit.store.master)
+        for unit in stay:
+            unit.refresh()
+        if self._comm.drain():
+            for unit in stay:
+                unit.wait_unsharded()
+        for unit in self.units:
+            unit.stepped()
+        self._inner.give()
+        run_hooks(self.outer, before=False)
+
+    def _updates_here(self) -> list[SliceUpdate]:
+        """Describe the updates of what is on the device."""
+        updates = []
+        for part in self._slices:
+            store = part.unit.store
+            if self.stepper is not None and self.stepper.takes(part.unit):
+                continue
+            if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
+                out = None if store.narrow_copy is None else part.of(store.narrow_copy)
+                updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
+        return updates

@@ -1,0 +1,1 @@
+"""Parallel axes: tensor, expert, sequence and pipeline."""

@@ -1,0 +1,729 @@
+"""Keeps what ranks that share layers must have in common: the batch, the random numbers of dropout, and what
+the model makes of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..comm.collectives import Comm
+from ..comm.cut import cut_of
+from ..device import to_device
+from ..errors import ParameterError, RankMismatchError
+from ..log import say
+from ..zero import placeholder
+from ..zero import unit as external_writes
+from ..zero.tensors import tensors_in
+from ..zero.unit import Unit, owner_of
+from .axis import TensorAxis
+from .forwards import GradientSum, SharedForward
+
+# -- part uses --------------------------------------------------------------------------------------
+#
+# Notices operations across the last dimension of activations of which each rank has a part.
+
+
+_ALL = "all"
+_DIMS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "sum", "mean", "amax", "amin", "std", "var"), (1, _ALL)),
+    **dict.fromkeys(("max", "min", "argmax", "argmin", "cumsum", "logsumexp", "softmin"), (1, _ALL)),
+    **dict.fromkeys(("norm", "vector_norm"), (2, _ALL)),
+    **dict.fromkeys(("glu", "sort"), (1, -1)),
+    **dict.fromkeys(("layer_norm", "rms_norm", "cross_entropy", "nll_loss"), (99, -1)),
+    "normalize": (2, 1),
+    "topk": (2, -1),
+}
+"""Names operations along a dimension: the place of that argument, and its default."""
+_CUT = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "unbind", "select", "index_select")
+_RESHAPE = ("view", "reshape", "flatten", "squeeze", "contiguous")
+_MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
+"""Name products, whose results are no parts."""
+
+
+class PartUses:
+    """Follows outputs of layers that are cut by columns through element-wise operations."""
+
+    def __init__(self) -> None:
+        self._parts: Any = WeakTensorKeyDictionary()
+        """Maps a part to the name of the layer whose output it comes from."""
+
+    def note(self, output: Tensor, name: str) -> None:
+        """Note that a tensor is this rank's part of a layer's output."""
+        self._parts[output] = name
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self._parts.clear()
+
+    def before(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
+        """Return the part that an operation is given, if any. Raises ParameterError if it computes along the
+        dimension that is cut.
+        """
+        given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._parts), None)
+        if given is not None and _is_along_last(name, given, args, kwargs):
+            raise self._refused(name, given)
+        return given
+
+    def after(self, name: str, given: Tensor, found: Any) -> None:
+        """Follow an operation on a part. Raises ParameterError if it has taken some of it."""
+        if name in _CUT and _is_narrower(given, found):
+            raise self._refused(name, given)
+        for each in tree_leaves(found):
+            if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
+                self._parts[each] = self._parts[given]
+
+    def _refused(self, name: str, given: Tensor) -> ParameterError:
+        layer = self._parts[given]
+        more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
+        return ParameterError(
+            f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
+            f"style of {layer} to colwise_gather_output in tensor_parallel.plan{more}"
+        )
+
+
+def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
+    if name not in _DIMS:
+        return False
+    place, default = _DIMS[name]
+    dims = kwargs.get("dim", args[place] if len(args) > place else default)
+    if dims is None or dims == _ALL:
+        return True
+    chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
+
+
+def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
+    """Tell whether a result is a part as what was given is; heads are no parts, nor is a single one."""
+    if name in _RESHAPE and 0 < found.dim() <= given.dim():
+        return found.shape[-1] == given.shape[-1]
+    return found.shape == given.shape
+
+
+def _is_narrower(given: Tensor, found: Any) -> bool:
+    return any(
+        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[-1] < given.shape[-1]
+        for each in tree_leaves(found)
+    )
+
+
+# -- whole uses -------------------------------------------------------------------------------------
+#
+# Finds whole parameters that are used with parts of activations, and sums their gradients over the ranks.
+#
+# Note [Parts and whole values]
+#     A value is whole if all ranks of the axis have the same, and a part if each has its own. What is
+#     computed
+#     with a part is one. ``enter`` and ``split`` make parts, ``leave`` and ``join`` whole values; cut
+#     parameters are parts. The gradient of a whole value that meets a part in an operation is one rank's
+#     share
+#     of it: only ``enter`` sums it. A parameter that meets nothing but parts gets the sum by a hook.
+#     Whatever
+#     is used in both ways, or is an activation, would need a sum of one use's gradient alone, and is
+#     refused.
+
+
+_PART, _MIXED = "part", "mixed"
+_SHOWN = 3
+_ASSIGNS = "__setitem__"
+_ADVICE = (
+    "set the style of the preceding layer to colwise_gather_output in tensor_parallel.plan, or remove that "
+    "layer from the plan"
+)
+
+
+class WholeUses:
+    """Follows the parts through the operations of a pass."""
+
+    def __init__(self, model: nn.Module, axis: TensorAxis, parts: Collection[int]) -> None:
+        """``parts`` has the ids of parameters whose gradients need no sum, or have one: each rank has a part
+        of them, or the plan says so.
+        """
+        self._axis, self._own_parts = axis, frozenset(parts)
+        self._parameters = {
+            id(parameter): (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in self._own_parts
+        }
+        self._kinds: Any = WeakTensorKeyDictionary()
+        """Maps a tensor that is no whole value to its kind."""
+        self._made_of: Any = WeakTensorKeyDictionary()
+        """Maps a tensor that is computed from whole parameters alone to their ids."""
+        self._with_parts: dict[int, str] = {}
+        self._with_whole: dict[int, str] = {}
+        """Name the operation of the first use of each kind, by the id of the parameter."""
+        self._summed: set[int] = set()
+        self._told = 0
+
+    def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None:
+        """Note that a tensor is this rank's part; ``source``, a whole value that has become it, has had its
+        gradient summed.
+        """
+        self._kinds[tensor] = _PART
+        if source is not None:
+            self._use(self._origins(source), self._with_whole, "a sharded layer")
+
+    def note_mixed(self, tensor: Tensor) -> None:
+        """Note that some elements of a tensor are parts, and some whole: its uses are not looked at."""
+        self._kinds[tensor] = _MIXED
+
+    def note_whole(self, tensor: Tensor) -> None:
+        """Note that a tensor is a whole value."""
+        self._kinds.pop(tensor, None)
+
+    def clear(self) -> None:
+        """Forget the tensors of a pass, and tell which parameters' gradients are summed."""
+        self._kinds.clear()
+        self._made_of.clear()
+        names = [self._parameters[identity][0] for identity in self._with_parts]
+        if len(names) > self._told and self._axis.comm.rank == 0:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            say(
+                f"tensor parallelism: gradients of {', '.join(names[:_SHOWN])}{more} are all-reduced, "
+                "because these parameters are used with sharded activations"
+            )
+        self._told = len(names)
+
+    def after(self, name: str, args: Any, kwargs: Any, found: Any, *, looks: bool) -> None:
+        """Follow an operation. With ``looks``, raise ParameterError where a gradient would be a rank's
+        share.
+        """
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        if name == _ASSIGNS:
+            made.append(args[0])
+        is_part = any(self._is(each, _PART) for each in given)
+        kind = _PART if is_part else _MIXED if any(self._is(each, _MIXED) for each in given) else None
+        if looks and any(each.requires_grad for each in made):
+            self._look(name, given, made, kind)
+        for each in made if kind is not None else ():
+            if id(each) not in self._parameters:
+                self._kinds[each] = kind
+
+    def _look(self, name: str, given: list[Tensor], made: list[Tensor], kind: str | None) -> None:
+        origins = set[int]().union(*(self._origins(each) for each in given))
+        if kind == _PART:
+            for each in given:
+                if each.requires_grad and not self._is_known(each):
+                    raise ParameterError(
+                        f"tensor parallelism: {name} combines a sharded activation with a replicated one, "
+                        f"{list(each.shape)}, whose gradient would miss the other ranks' contributions: "
+                        f"{_ADVICE}"
+                    )
+            self._use(origins, self._with_parts, name)
+        elif kind is None and all(self._origins(each) for each in given):
+            for each in made:
+                if id(each) not in self._parameters:
+                    self._made_of[each] = frozenset(origins)
+        else:
+            self._use(origins, self._with_whole, name)
+
+    def _use(self, origins: Iterable[int], uses: dict[int, str], name: str) -> None:
+        """Note uses of parameters; sum the gradient of one that is used with parts."""
+        for identity in origins:
+            known, parameter = self._parameters[identity]
+            uses.setdefault(identity, name)
+            both = self._with_parts.get(identity), self._with_whole.get(identity)
+            if None not in both:
+                raise ParameterError(
+                    f"tensor parallelism: {known} is used with a sharded activation ({both[0]}) and with a "
+                    f"replicated one ({both[1]}), so its gradient is only partly reduced: {_ADVICE}"
+                )
+            if uses is self._with_parts and identity not in self._summed:
+                self._summed.add(identity)
+                parameter.register_hook(GradientSum(self._axis))  # type: ignore[no-untyped-call]
+
+    def _origins(self, tensor: Tensor) -> frozenset[int]:
+        if id(tensor) in self._parameters:
+            return frozenset((id(tensor),) if tensor.requires_grad else ())
+        if tensor in self._kinds:
+            return frozenset()
+        found: frozenset[int] = self._made_of.get(tensor, frozenset())
+        return found
+
+    def _is(self, tensor: Tensor, kind: str) -> bool:
+        is_own = kind == _PART and id(tensor) in self._own_parts
+        return is_own or self._kinds.get(tensor) == kind
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return bool(self._origins(tensor)) or self._is(tensor, _PART) or self._is(tensor, _MIXED)
+
+
+# -- lone uses --------------------------------------------------------------------------------------
+#
+# Looks at the operations of a pass: notices those that compute with this rank's part of a parameter or
+# activation as if it were whole, and whole parameters that meet parts.
+
+
+_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__")
+"""Names what makes something other than a tensor of values."""
+_HARMLESS = ("grad", "_grad", "_base", "grad_fn")
+"""Names attributes that give another tensor, or none, which has no value of this one."""
+_OF_PARAMETERS = (placeholder.__name__, external_writes.__name__)
+"""Names the modules with attributes that parameters of the runtime have for whoever asks."""
+
+
+class LoneUses(TorchFunctionMode):
+    """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it, or
+    computes along a dimension of which each rank has a part. ``wholes`` follows the other parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any], wholes: WholeUses
+    ) -> None:
+        """``cut`` names parameters by their ids; those whose modules, or modules around them, have
+        ``forwards`` of their own are watched.
+        """
+        super().__init__()
+        self.parts, self.wholes = PartUses(), wholes
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, list[nn.Module]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            around = [own for own in forwards if name == own or name.startswith(f"{own}.")]
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in cut and around:
+                    self._names[id(parameter)] = cut[id(parameter)]
+                    found = self._modules.setdefault(id(parameter), [])
+                    found += [model.get_submodule(own) for own in around]
+
+    def __deepcopy__(self, memo: Any) -> LoneUses:
+        return self  # a copy of a model is looked at in the same way
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
+        name = _name_of(func)
+        part = self.parts.before(name, args, kwargs or {})
+        found = func(*args, **(kwargs or {}))
+        for each in tree_leaves((args, kwargs or {})):
+            if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
+                raise ParameterError(
+                    f"tensor parallelism: {name} uses {self._names[id(each)]}, which is sharded, outside "
+                    "its own module: remove the module from tensor_parallel.plan"
+                )
+        if part is not None:
+            self.parts.after(name, part, found)
+        if name not in _HARMLESS:
+            self.wholes.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
+        return found
+
+    def _knows(self, identity: int) -> bool:
+        """Tell whether the present call is the runtime's, or inside of a module that computes with parts."""
+        frame, is_first = sys._getframe(2), True
+        while frame is not None:
+            place = frame.f_globals.get("__name__", "")
+            if is_first and not place.startswith("torch") and place not in _OF_PARAMETERS:
+                if place.startswith("zlaunch."):
+                    return True
+                is_first = False
+            own = frame.f_locals.get("self")
+            if isinstance(own, SharedForward) and any(own.module is m for m in self._modules[identity]):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        return False
+
+
+def _is_of_runtime() -> bool:
+    """Tell whether the runtime itself calls the operation that is looked at: it knows what it sums."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("zlaunch.")
+
+
+def _reads(func: Any, found: Any, parameter: Tensor) -> bool:
+    name = _name_of(func)
+    if name in _HARMLESS:
+        return False
+    return name in _VALUES or any(isinstance(t, Tensor) and t is not parameter for t in tree_leaves(found))
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
+
+
+# -- whole values -----------------------------------------------------------------------------------
+#
+# Checks that parameters which each rank has whole stay equal on the ranks that share layers.
+
+
+_FIRST = 3
+_TOLERANCE = 1e-3
+"""Is far above what GPUs that round differently do, and far below what another gradient does."""
+
+
+class WholeValues:
+    """Compares whole parameters after the first steps, and then after four times as many: a whole
+    parameter that a model uses on parts of activations has another gradient on each rank.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis, self._passes, self._next = axis, 0, _FIRST
+
+    def check(self, model: nn.Module) -> None:
+        """Raise RankMismatchError, naming the first parameter that differs. Collective in some passes."""
+        self._passes += 1
+        if self._passes < self._next:
+            return
+        self._next *= 4
+        names, sums = [], []
+        with torch.no_grad():
+            for name, values in _whole(model):
+                wide = values.detach().double()
+                names.append(name)
+                sums.append(torch.stack([wide.sum(), wide.abs().sum()]))
+        if not sums:
+            return
+        mine = torch.stack(sums).to(self._axis.comm.device)
+        both = self._axis.largest_of_checks(torch.cat([mine, -mine]))
+        highest, lowest = both[: len(names)], -both[len(names) :]
+        differs = (highest - lowest).abs()[:, 0] > _TOLERANCE * highest[:, 1]
+        for name, is_other in zip(names, differs.tolist(), strict=True):
+            if is_other:
+                raise RankMismatchError(
+                    f"{name} is replicated in the tensor-parallel group but now differs between its ranks. "
+                    "Possible causes: the model uses it with sharded activations (set its style to "
+                    "replicated_with_grad_allreduce in tensor_parallel.plan); ranks draw different random "
+                    "numbers (set draws_random_numbers = True on the module that draws them); only one "
+                    "rank loaded or wrote values"
+                )
+
+
+def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the trained parameters that are not cut, or a sharded unit's part of them, by name; not what is
+    offloaded, which a step in the background may still write.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        cut, unit = cut_of(parameter), owner_of(parameter)
+        is_whole = cut is None or len(set(cut.boxes)) == 1
+        if not is_whole or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
+            continue
+        if not unit.shard_params:
+            found[id(parameter)] = name, parameter
+        elif unit.values.tensor is not None and unit.values.tensor.device == unit.device:
+            unit.values.flush()
+            found.setdefault(id(unit), (name, unit.values.tensor))
+    return list(found.values())
+
+
+# -- same batch -------------------------------------------------------------------------------------
+#
+# Checks that ranks which share a batch were given the same one, or made the same of it.
+#
+# Note [Same batches]
+#     Each pass takes a fingerprint of its inputs, a sum over all their bits, where they are. In the first
+#     passes ranks compare it before they compute, so that a wrong script fails early. Every pass adds it to
+#     a
+#     number of all passes so far, which travels in the all-reduce that an optimizer step makes anyway. So
+#     no
+#     later pass waits, and no step is made with a batch that differed. A sum over all ranks of the world
+#     tells
+#     whether the ranks of each group have equal numbers: each multiplies its own by a coefficient, and the
+#     coefficients of a group add up to zero.
+
+
+_FIRST_BATCHES = 10
+_ROWS, _CHUNK = 8, 1 << 20
+_SAME = 1e-12
+"""CPUs of several kinds round the sums of equal integers differently."""
+COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Limits by dtype how far apart, as a part of the norm, values may be that ranks have computed alike: sums
+without a fixed order round differently. Other weights make far larger differences."""
+COMPUTED_HALF = 3e-2
+
+_LANES = {1: torch.uint8, 2: torch.int16}
+_FACTOR = 6364136223846793005
+_SEED = 20_240_229
+_WORDS, _WORD_BITS = 3, 20
+"""Divide a number into parts whose products with coefficients of as many bits float64 sums exactly."""
+
+
+@cache
+def _weights(length: int, device: torch.device) -> Tensor:
+    """Return random factors for a chunk of lanes, equal on all ranks."""
+    generator = torch.Generator().manual_seed(_SEED)
+    limits = torch.iinfo(torch.int64)
+    return to_device(torch.randint(limits.min, limits.max, (length,), generator=generator), device)
+
+
+def _sum_bits(tensor: Tensor) -> Tensor:
+    """Return a sum of all bits with weights by position, 0-dim int64 with overflow, where the tensor is."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    # 32 bits at most, so that a change of the highest one changes many bits of the product
+    lanes = flat.view(_LANES.get(flat.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=lanes.device)
+    length = min(_CHUNK, 1 << max(lanes.numel() - 1, 1).bit_length())
+    weights = _weights(length, lanes.device)
+    for chunk in torch.split(lanes, _CHUNK):
+        total = total * _FACTOR + (chunk * weights[: chunk.numel()]).sum()
+    return total
+
+
+def fingerprint(inputs: Any, device: torch.device) -> Tensor:
+    """Return a number of the bits, shapes and dtypes of tensors in ``inputs``: 0-dim int64 on a device."""
+    tensors = list(tensors_in(inputs))
+    shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors]
+    total = torch.full((), zlib.crc32(repr(shapes).encode()), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        found = _sum_bits(tensor)
+        total = total * _FACTOR + (found if found.device.type == device.type else to_device(found, device))
+    return total
+
+
+def both_ways(number: Tensor) -> Tensor:
+    """Return a fingerprint and its complement, for :func:`differ` after the larger ones were taken."""
+    return torch.stack([number, ~number])
+
+
+def differ(largest: Tensor) -> Tensor:
+    """Tell whether fingerprints differ, 0-dim bool, by the largest :func:`both_ways` of the ranks."""
+    return largest[0] != ~largest[1]
+
+
+class SameBatch:
+    """Compares the batches of the ranks of an axis: see Note [Same batches]."""
+
+    mark_count = _WORDS
+    """Counts the numbers of :meth:`marks`."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        ranks: Sequence[int],
+        largest: Callable[[Tensor], Tensor],
+        complaint: str,
+        *,
+        every_pass: bool,
+    ) -> None:
+        """``ranks`` share a batch; ``largest`` replaces each element of a tensor by the largest of them;
+        ``complaint`` is what the error says. ``every_pass``: all passes are compared at once, where
+        parameters change before the step.
+        """
+        self.ranks, self.complaint = tuple(ranks), complaint
+        self._device = comm.device
+        self._largest = largest
+        self._every_pass = every_pass
+        self._passes = 0
+        self._all = torch.zeros((), dtype=torch.int64, device=self._device)
+        """Is a number of all passes so far."""
+        generator = torch.Generator().manual_seed(_SEED)
+        others = torch.randint(1, 1 << _WORD_BITS, (len(ranks) - 1, _WORDS), generator=generator)
+        own = torch.cat([-others.sum(0, keepdim=True), others])[self.ranks.index(comm.rank)]
+        self._coefficients = own.to(self._device, torch.float64)
+        comm.batches.append(self)
+
+    def __deepcopy__(self, memo: Any) -> SameBatch:
+        return self  # the ranks call a copy of a model with one batch, too
+
+    def check(self, inputs: Any, *, always: bool = False) -> None:
+        """Take the tensors in ``inputs``. Raises RankMismatchError in the first passes, and with ``always``,
+        if the ranks have different ones; later the step does.
+        """
+        found = fingerprint(inputs, self._device)
+        if always or self._every_pass or self._passes < _FIRST_BATCHES:
+            self._compare(found)
+        if not always:
+            self._all = self._all * _FACTOR + found
+            self._passes += 1
+
+    def _compare(self, found: Tensor) -> None:
+        if bool(differ(self._largest(both_ways(found)))):
+            raise RankMismatchError(self.complaint)
+
+    def marks(self) -> Tensor:
+        """Return numbers whose sums over all ranks are zero if the passes of each group were equal."""
+        mask = (1 << _WORD_BITS) - 1
+        words = torch.stack([self._all >> (at * _WORD_BITS) & mask for at in range(_WORDS)])
+        return words.double() * self._coefficients
+
+    def seen(self) -> int:
+        """Return a number of all passes so far."""
+        return int(self._all)
+
+    def forget(self) -> None:
+        """Begin again, after an error on all ranks."""
+        self._all = torch.zeros_like(self._all)
+
+
+class SameValues:
+    """Compares what the ranks of an axis have computed in the first passes, which may be rounded. Collective.
+
+    Compared are projections of each tensor on two fixed vectors, its norm and its shape.
+    """
+
+    def __init__(
+        self, device: torch.device, largest: Callable[[Tensor], Tensor], complaint: str, *, first: int
+    ) -> None:
+        """``largest`` replaces each element of a tensor by the largest of the axis; ``complaint`` is what the
+        error says.
+        """
+        self._device = device
+        self._largest = largest
+        self._complaint = complaint
+        self._first, self._passes = first, 0
+
+    def check(self, values: Any) -> None:
+        """Raise RankMismatchError if the ranks have different tensors in ``values``."""
+        if self._passes < self._first:
+            self._compare(tensors_in(values))
+        self._passes += 1
+
+    def _compare(self, tensors: Iterable[Tensor]) -> None:
+        sums = torch.zeros(_ROWS, 4, dtype=torch.float64, device=self._device)
+        for index, tensor in enumerate(tensors):
+            sums[min(index, _ROWS - 1)] += self._summary(tensor, index)
+        both = self._largest(torch.cat([sums, -sums]))
+        spread, limits = both[:_ROWS] + both[_ROWS:], both[:_ROWS, 2].sqrt()
+        differs = (spread[:, :2] > limits.unsqueeze(1)).any() | (spread[:, 3] > 0).any()
+        if bool(differs):
+            raise RankMismatchError(self._complaint)
+
+    def _summary(self, tensor: Tensor, index: int) -> Tensor:
+        """Return two projections, the square of how far they may be apart, and a number of the shape."""
+        rounding = COMPUTED.get(tensor.dtype, COMPUTED_HALF) if tensor.is_floating_point() else _SAME
+        flat = tensor.detach().reshape(-1)
+        flat = flat.real if flat.is_complex() else flat
+        shape = float(sum((place + 2) * size for place, size in enumerate(tensor.shape)) + index)
+        found = torch.zeros(4, dtype=torch.float64, device=self._device)
+        found[3].fill_(shape)
+        for begin in range(0, flat.numel(), _CHUNK):  # logits are large
+            wide = flat[begin : begin + _CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
+            places = torch.arange(begin, begin + wide.numel(), device=wide.device)
+            mixed = (places * 2654435761 + 40503) >> 7  # Knuth's multiplicative hashing
+            for column, bits in enumerate((mixed & 1023, (mixed >> 10) & 1023)):
+                found[column] += (wide * (bits.double() / 512 - 1 + 1 / 4096)).sum()
+            found[2] += wide.square().sum() * rounding**2
+        return found
+
+
+# -- agreement --------------------------------------------------------------------------------------
+
+
+class Agreement:
+    """Checks, before a forward pass of the model, that the ranks of an axis have one batch, and gives those
+    of a model with dropout the random state of the first of them. A hook; on a copy of the model as well.
+    """
+
+    def __init__(
+        self, axis: TensorAxis, has_dropout: bool, uses: LoneUses, *, steps_in_backward: bool
+    ) -> None:
+        """``uses`` is in force in the first passes, until SameOutputs leaves it."""
+        self._axis, self._has_dropout, self._uses = axis, has_dropout, uses
+        self._passes = 0
+        self._values = WholeValues(axis)
+        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        self._batch = SameBatch(
+            axis.comm,
+            range(axis.first, axis.first + axis.size),
+            axis.largest_of_checks,
+            f"ranks {ranks} are one tensor-parallel group but got different batches. Use a "
+            "DistributedSampler with num_replicas=engine.data_parallel_size and "
+            "rank=engine.data_parallel_rank, or pass training_data= to initialize; before "
+            "generate(do_sample=True), set the same torch.manual_seed on each rank",
+            every_pass=steps_in_backward,
+        )
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise RankMismatchError if the ranks have different batches, or whole parameters.
+
+        Batches of passes that train are checked here or at the step; at once those in evaluation or without
+        gradients, which one rank may make alone, or with words that each rank has drawn for itself.
+        """
+        is_alone = not (module.training and torch.is_grad_enabled())
+        self._batch.check((args, kwargs), always=is_alone)
+        if not is_alone:
+            self._values.check(module)
+        if self._axis.own_numbers is not None:
+            self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
+        if self._has_dropout and module.training:
+            self._share_random_state()
+        is_first = self._passes < _FIRST and self._axis.watched is None  # not inside of another's pass
+        if not is_alone and is_first and getattr(module, "_compiled_call_impl", None) is None:
+            self._passes += 1
+            self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
+            self._axis.watched = self._uses
+
+    def _share_random_state(self) -> None:
+        """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
+        axis, device = self._axis, self._axis.comm.device
+        held: list[Any] = [torch.get_rng_state()]
+        if device.type == "cuda":
+            held.append(torch.cuda.get_rng_state(device))
+        dist.broadcast_object_list(held, src=axis.first, group=axis.group)
+        if axis.position:
+            torch.set_rng_state(held[0])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(held[1], device)
+
+
+class SameOutputs:
+    """Checks, after the first forward passes of the model, that the ranks of an axis have made the same of
+    one batch, and lets go of what the axis keeps during a pass. A hook.
+    """
+
+    def __init__(self, axis: TensorAxis, has_part_of_logits: bool) -> None:
+        self._axis, self._has_part_of_logits = axis, has_part_of_logits
+        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        self._outputs = SameValues(
+            axis.comm.device,
+            axis.largest_of_checks,
+            f"the model's outputs differ on ranks {ranks}, a tensor-parallel group with one batch. Possible "
+            "causes: an operation uses a sharded weight outside its module, such as F.linear(x, "
+            "module.weight): remove it from tensor_parallel.plan. A layer passes its shard to an operation "
+            "that needs the whole activation: follow colwise with rowwise, or use colwise_gather_output. "
+            "Ranks draw different random numbers in the model: set draws_random_numbers = True on the "
+            "module that draws them",
+            first=_FIRST,
+        )
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Raise RankMismatchError if the ranks have different outputs, in the first passes of a training."""
+        self._axis.entered = None
+        if self._axis.watched is not None:
+            self._axis.watched.__exit__(None, None, None)
+            self._axis.watched.parts.clear()
+            self._axis.watched.wholes.clear()
+            self._axis.watched = None
+        if self._axis.own_numbers is not None:
+            self._axis.own_numbers.close()
+        if output is not None and module.training and torch.is_grad_enabled():
+            self._outputs.check(list(self._wholes(output)))
+
+    def _wholes(self, output: Any) -> Iterator[Tensor]:
+        """Yield the tensors of an output that each rank has whole."""
+        if isinstance(output, Mapping):  # of Hugging Face; each rank has its own heads'
+            output = [
+                value
+                for key, value in output.items()
+                if "attentions" not in str(key) and "past_key_values" not in str(key)
+            ]
+        for tensor in tensors_in(output):
+            if tensor.dim() == 0 or not self._has_part_of_logits:
+                yield tensor
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Tell whether a model has dropout: a module with a probability, a config that names one, or a module
+    that says ``draws_random_numbers``.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if getattr(module, "draws_random_numbers", False):
+            return True
+    config = getattr(model, "config", None)
+    values = vars(config).items() if config is not None and hasattr(config, "__dict__") else ()
+    return any(("drop" in name) and isinstance(value, (int, float)) and value > 0 for name, value in values)

@@ -1,0 +1,222 @@
+"""Defines what modules compute on their parts of the parameters, in place of their own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import ParameterError
+from .axis import TensorAxis, enter, join, leave, split
+from .expert import by_position
+
+
+class SharedForward:
+    """Replaces a module's forward; a copy of the model computes with the copied module."""
+
+    def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
+        self.module, self.axis = module, axis
+        self.name = ""
+        """The module's name in the model, for what is said about it."""
+
+    def open_own_numbers(self) -> None:
+        """Begin with random numbers of this rank's own, while the model trains."""
+        if self.axis.own_numbers is not None and self.module.training:
+            self.axis.own_numbers.open()
+
+    def close_own_numbers(self) -> None:
+        """End with them."""
+        if self.axis.own_numbers is not None:
+            self.axis.own_numbers.close()
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class ColumnForward(SharedForward):
+    """Computes a part of a linear layer's outputs."""
+
+    gathers, is_followed = False, True
+    """Say whether the parts are joined, and whether what is computed with a part is looked at."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output: Tensor = self.original(enter(input, self.axis))
+        if self.gathers:
+            return join(output, self.axis)
+        self.open_own_numbers()
+        if self.axis.watched is not None and self.is_followed:
+            self.axis.watched.parts.note(output, self.name)
+        return output
+
+
+class PackedColumnForward(ColumnForward):
+    """Computes a part of each half of a linear layer's outputs."""
+
+    is_followed = False
+
+
+class GatheredColumnForward(ColumnForward):
+    """Computes a part of a linear layer's outputs, and joins them."""
+
+    gathers = True
+
+
+class RowForward(SharedForward):
+    """Computes a linear layer from a part of its inputs, and sums the parts."""
+
+    splits = False
+
+    def __call__(self, input: Tensor) -> Tensor:
+        self.close_own_numbers()
+        part = split(input, self.axis) if self.splits else input
+        assert isinstance(self.module, nn.Linear)
+        needed = self.module.in_features // self.axis.size
+        if part.shape[-1] != needed:
+            raise ParameterError(
+                f"tensor parallelism: {self.name} gets {input.shape[-1]} inputs on each rank and uses "
+                f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
+                "rowwise_split_input for whole inputs"
+            )
+        output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
+        return output if bias is None else output + bias
+
+
+class SplitRowForward(RowForward):
+    """Computes a linear layer from this rank's part of whole inputs, and sums the parts."""
+
+    splits = True
+
+
+class LatentForward(SharedForward):
+    """Computes a whole linear layer, whose last ``shared`` outputs all heads use, each rank its own ones: the
+    key with positions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
+    """
+
+    def __init__(self, module: nn.Module, axis: TensorAxis, shared: int) -> None:
+        super().__init__(module, axis)
+        self.shared = shared
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output: Tensor = self.original(input)
+        latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
+        found = torch.cat([latent, enter(key, self.axis)], -1)
+        if self.axis.watched is not None:
+            self.axis.watched.wholes.note_mixed(found)
+        return found
+
+
+class VocabularyForward(SharedForward):
+    """Looks up the rows that this rank has of an embedding, and sums the parts: others give zeros."""
+
+    def __init__(self, module: nn.Module, axis: TensorAxis, first: int, rows: int) -> None:
+        super().__init__(module, axis)
+        self.first, self.rows = first, rows
+
+    def __call__(self, input: Tensor) -> Tensor:
+        local = input - self.first
+        # a number of no row is nowhere else: looking it up raises here what it raises in a whole embedding
+        total = self.rows * self.axis.size
+        elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
+        output: Tensor = self.original(local.masked_fill(elsewhere, 0))
+        return leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class WidthForward(SharedForward):
+    """Looks up this rank's columns of an embedding, and joins the parts."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return join(self.original(input), self.axis)
+
+
+class SummedForward(SharedForward):
+    """Sums the outputs of a module whose inside is cut."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        self.close_own_numbers()
+        return leave(output, self.axis)
+
+
+class ExpertsForward(SharedForward):
+    """Computes a part of every expert, and sums the parts."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        (hidden, *routing), kwargs = by_position(self.module, args, kwargs)
+        if len(routing) >= 2:
+            index, weights, *rest = routing
+            routing = [index, enter(weights, self.axis), *rest]
+        hidden = enter(hidden, self.axis)
+        self.open_own_numbers()
+        output = self.original(hidden, *routing, **kwargs)
+        self.close_own_numbers()
+        return leave(output, self.axis)
+
+
+class GradientSum:
+    """Sums a gradient over the axis, or over the group that it keeps for a use: a hook on its parameter."""
+
+    def __init__(self, axis: TensorAxis, use: Hashable = "passes") -> None:
+        self.axis, self.use = axis, use
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.use)
+
+
+class VocabularyLoss:
+    """Computes a causal language model's loss from this rank's part of the logits, (..., vocabulary / ranks).
+
+    The formula is -log softmax at the label, with sums over the parts: Megatron-LM, arXiv 1909.08053, 3.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean (or the sum divided by ``num_items_in_batch``) over the labels that count."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        wanted = shift_labels.reshape(-1).to(logits.device)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = wide.reshape(-1, logits.shape[-1])
+        counts = wanted != ignore_index
+        shift = self.axis.largest(wide.detach().amax(-1))
+        total = leave((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
+        width = wide.shape[-1]
+        local = wanted - self.axis.position * width
+        # a label of no word is nowhere else: its lookup raises, as a loss of whole logits does
+        elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
+        elsewhere = elsewhere | ~counts
+        own = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+        chosen = leave(own.masked_fill(elsewhere, 0), self.axis)
+        losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
+        if num_items_in_batch is None:
+            return losses.sum() / counts.sum()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(losses.device)
+        mean: Tensor = losses.sum() / num_items_in_batch
+        return mean
+
+
+Forward = Callable[[nn.Module, TensorAxis], SharedForward]
+LINEAR: dict[str, Forward] = {
+    "colwise": ColumnForward,
+    "colwise_gather_output": GatheredColumnForward,
+    "packed_colwise": PackedColumnForward,
+    "rowwise": RowForward,
+    "rowwise_split_input": SplitRowForward,
+}
+"""Names what linear layers compute by style."""

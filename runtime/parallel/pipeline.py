@@ -1,0 +1,655 @@
+"""Finds the layers that a model calls one after the other, and divides them into the parts of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..comm.axis import Axis
+from ..comm.collectives import Comm
+from ..comm.cut import Box, Cut, cut_of, mark, whole_box
+from ..comm.pending import Work, waits
+from ..errors import ParameterError
+from ..mesh import own_group
+from ..zero import placeholder
+from ..zero.tensors import tensors_in
+from ..zero.unit import owner_of
+from .plans import keep_states_whole
+
+# -- line -------------------------------------------------------------------------------------------
+
+
+NOTE = "zlaunch_line"
+"""Names the attribute of a model that says what its layers are: the name of the module whose children they
+are, or a list of modules."""
+USES, WEIGHTS = "zlaunch_uses", "zlaunch_weights"
+"""Name the attribute of a layer that lists modules which it computes with but which are registered elsewhere,
+and that of a model that has the layers' weights by which they are divided."""
+
+
+ROUTERS = (
+    "pipeline parallelism: the router loss (output_router_logits) needs all layers, but a stage has only "
+    "some: set it to false"
+)
+
+
+@dataclass
+class Line:
+    """Holds a model's layers in their order, and which part of the pipeline has which."""
+
+    model: nn.Module
+    name: str
+    layers: list[nn.Module]
+    stages: int
+    """Ranks of a pipeline; part p is on stage p % stages."""
+    bounds: list[int] = field(default_factory=list)
+    """The first layer of each part, and the number of layers."""
+    loss_fn: Callable[..., Any] | None = None
+
+    @property
+    def parts(self) -> int:
+        """Return the number of parts."""
+        return len(self.bounds) - 1
+
+    def part_of(self, index: int) -> int:
+        """Return the part that has a layer."""
+        return next(part for part in range(self.parts) if index < self.bounds[part + 1])
+
+
+def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the name and the members of the list of layers of a model: that of the most parameters.
+
+    Raises ParameterError for a model without one.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ParameterError(ROUTERS)
+    noted = getattr(model, NOTE, None)
+    if isinstance(noted, str):
+        return noted, list(model.get_submodule(noted).children())
+    if noted is not None:
+        return "", list(noted)
+    found = [
+        (sum(p.numel() for p in module.parameters()), name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(each) for each in module}) == 1
+    ]
+    if not found:
+        raise ParameterError(
+            f"pipeline parallelism: {type(model).__name__} has no nn.ModuleList of layers of one class to "
+            "split; for a list of any layers, use deepspeed.pipe.PipelineModule"
+        )
+    _, name, module = max(found, key=lambda each: each[0])
+    if len({id(each) for each in module}) < len(module):
+        raise ParameterError(
+            f"pipeline parallelism: {name} uses one module as several layers, which is not supported: use "
+            "deepspeed.pipe.PipelineModule"
+        )
+    return name, list(module)
+
+
+def modules_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules that a layer computes with."""
+    return [each for own in (layer, *getattr(layer, USES, ())) for each in own.modules()]
+
+
+def weights_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return the weights of the layers: those that the model has noted, or their numbers of elements."""
+    noted: Sequence[int] | None = getattr(model, WEIGHTS, None)
+    if noted is not None:
+        return list(noted)
+    owned = [{p for own in (layer, *getattr(layer, USES, ())) for p in own.parameters()} for layer in layers]
+    return [sum(parameter.numel() for parameter in each) for each in owned]
+
+
+def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list[int]:
+    """Return the first layer of each part, and the number of layers.
+
+    ``weights`` are those of the layers; ``how`` is "uniform", "parameters" or "best" (the heaviest part is as
+    light as can be), or a list of first layers. Raises ParameterError for fewer layers than parts, and a list
+    that does not fit.
+    """
+    count = len(weights)
+    if count < parts:
+        raise ParameterError(f"pipeline parallelism: cannot split {count} layers into {parts} parts")
+    if not isinstance(how, str):
+        bounds = [0, *how, count]
+        if len(bounds) != parts + 1 or any(a >= b for a, b in pairwise(bounds)):
+            raise ParameterError(
+                f"pipeline.partition: {list(how)} does not split {count} layers into {parts} parts: list "
+                f"the first layer of parts 2 to {parts}, in ascending order"
+            )
+        return bounds
+    if how == "uniform":
+        return [part * count // parts for part in range(parts + 1)]
+    return _balanced([max(1, weight) for weight in weights], parts)
+
+
+def _balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Divide so that the heaviest part is as light as can be (the linear partition problem, by bisection)."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_filled(weights, limit)) <= parts:
+            high = limit
+        else:
+            low = limit + 1
+    starts = _filled(weights, low)
+    while len(starts) < parts:  # fewer parts would do: cut the longest
+        bounds = [*starts, len(weights)]
+        sizes = [b - a for a, b in pairwise(bounds)]
+        longest = max(range(len(sizes)), key=sizes.__getitem__)
+        starts.insert(longest + 1, starts[longest] + sizes[longest] // 2)
+    return [*starts, len(weights)]
+
+
+def _filled(weights: Sequence[int], limit: int) -> list[int]:
+    """Return where parts begin that are filled up to a limit, one after the other."""
+    starts, total = [0], 0
+    for index, weight in enumerate(weights):
+        if total + weight > limit:
+            starts.append(index)
+            total = 0
+        total += weight
+    return starts
+
+
+# -- cut --------------------------------------------------------------------------------------------
+#
+# Leaves each rank of a pipeline the parameters of its layers; the others stay, with nothing in them.
+
+
+CHANNEL = "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut(Cut):
+    """Describes a parameter that some stages have, cut or whole; others have an empty part."""
+
+    inner: Cut | None = None
+    spread: Callable[[Tensor, int], Tensor] | None = None
+    """Broadcasts a tensor from a stage. Collective for a pipeline's ranks."""
+    owners: tuple[int, ...] = ()
+    """The stages that have the parameter."""
+    is_here: bool = True
+    shared: int = 1
+    """How many ranks of a pipeline and of the axes that share layers have the part, on every stage: units are
+    made by it, which all stages have alike."""
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements that the stages which have the parameter have of it."""
+        return prod(self.shape) if self.inner is None else self.inner.numel
+
+    @property
+    def copies(self) -> int:
+        """Return how many ranks have a part of the parameter's that is equal."""
+        return self.shared
+
+    def __deepcopy__(self, memo: Any) -> StageCut:
+        return self
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Gather the whole tensor on all stages. Collective for a pipeline's ranks."""
+        assert self.spread is not None
+        if not self.is_here:
+            whole = part.new_empty(self.shape)
+        else:
+            whole = part.detach() if self.inner is None else self.inner.whole(part)
+        return self.spread(whole.contiguous(), self.owners[0])
+
+
+class StageAxis(Axis):
+    """Holds the ranks that have different layers of the same model."""
+
+    name = "pipeline"
+
+    def __init__(self, comm: Comm) -> None:
+        """Make the process groups. Collective for all ranks."""
+        super().__init__(comm)
+        self.stages = comm.mesh.pipeline
+        self.stage = comm.mesh.coordinates(comm.rank)["pipeline"]
+        self.keep_group("passes", own_group(comm, "pipeline"))
+        self.ranks = next(ranks for ranks in comm.mesh.groups("pipeline") if comm.rank in ranks)
+
+    def spread(self, tensor: Tensor, stage: int) -> Tensor:
+        """Broadcast a contiguous tensor from a stage; return it."""
+        flat = tensor.view(-1).view(torch.uint8)
+        work = dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True)
+        self.wait(work, flat, "broadcasts a stage's state")
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Replace each element by the largest of the axis, in place; return it."""
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.wait(work, tensor, "compares its batch")
+        return tensor
+
+    def add_group(self, owners: tuple[int, ...]) -> None:
+        """Make the group of some stages. Collective for all ranks."""
+        if self.has_group(owners):
+            return
+        found: Any = None
+        for ranks in self.comm.mesh.groups("pipeline"):
+            some = [ranks[stage] for stage in owners]
+            made = self.comm.new_group(some)
+            found = made if self.comm.rank in some else found
+        self.keep_group(owners, found)
+
+    def sum_tied(self, tensor: Tensor, owners: tuple[int, ...]) -> None:
+        """Sum a tensor in place over the stages that have a parameter."""
+        self.comm._count(CHANNEL, 2 * tensor.numel())
+        work = dist.all_reduce(tensor, group=self.group_for(owners), async_op=True)
+        self.wait(work, tensor, "sums gradients of tied parameters")
+
+    def wait(self, work: Any, tensor: Tensor, what: str) -> None:
+        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
+        key = waits.next_key(self.comm.number, f"{CHANNEL}: {what}")
+        Work(work, key, f"{what} in its pipeline", tensor).wait()
+
+
+def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
+    """Return the stages that have each parameter, by its id.
+
+    What is registered before the layers goes to the first part, what comes after them to the last; a
+    parameter of a module that contains the layers goes to all.
+    """
+    places: dict[int, set[int]] = {}
+    parts_of: dict[int, set[int]] = {}
+    for index, layer in enumerate(line.layers):
+        for each in modules_of(layer):
+            parts_of.setdefault(id(each), set()).add(line.part_of(index))
+    has_passed = False
+    for name, module in line.model.named_modules():
+        has_passed = has_passed or name == line.name
+        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            found = places.setdefault(id(parameter), set())
+            if id(module) in parts_of:
+                found |= parts_of[id(module)]
+            elif contains or parameter.dim() == 0:
+                found.update(range(line.parts))
+            else:
+                found.add(line.parts - 1 if has_passed else 0)
+    return {
+        identity: tuple(sorted({part % line.stages for part in parts})) for identity, parts in places.items()
+    }
+
+
+def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
+    """Empty the parameters of other stages, and mark all; return those that several stages have. Values are
+    rank 0's already. Collective. Raises ParameterError for modules that keep statistics.
+    """
+    for name, module in line.model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ParameterError(
+                f"pipeline parallelism: {name}, a {type(module).__name__}, keeps running statistics that "
+                "only one stage would update: use another norm"
+            )
+    owners, tied = owners_of(line), []
+    several = sorted({stages for stages in owners.values() if len(stages) > 1})
+    for one, other in combinations(several, 2):
+        if len(one) == len(other) and set(one) & set(other):
+            raise ParameterError(
+                f"pipeline parallelism: stages {list(one)} share parameters, and stages {list(other)} share "
+                "others: change pipeline.partition so that these sets are equal or disjoint"
+            )
+    positions = axis.comm.mesh.tensor
+    for parameter in line.model.parameters():
+        unit, cut = owner_of(parameter), cut_of(parameter)
+        if unit is not None:
+            unit.wait_unsharded()
+            values = parameter.detach().clone()
+            unit.hand_over(parameter)
+            parameter.data = values
+        shape = tuple(parameter.shape) if cut is None else cut.shape
+        stages = owners[id(parameter)]
+        is_here = axis.stage in stages
+        base = (whole_box(shape),) * positions if cut is None else cut.boxes
+        place = axis.comm.rank % positions if cut is None else cut.position
+        shared = base.count(base[place]) * len(stages)
+        of_experts = cut is not None and cut.of_experts
+        if is_here:
+            boxes = base * len(stages)
+            place += stages.index(axis.stage) * len(base)
+        else:
+            boxes, place = (_empty(shape),), 0
+            parameter.data = parameter.detach().new_empty([0] * len(shape))
+        mark(
+            parameter,
+            StageCut(shape, boxes, place, None, of_experts, cut, axis.spread, stages, is_here, shared),
+        )
+        if len(stages) > 1:
+            axis.add_group(stages)
+            if is_here:
+                tied.append(parameter)
+    keep_states_whole(line.model)
+    return tied
+
+
+def _empty(shape: tuple[int, ...]) -> Box:
+    return tuple(((0, 0),) for _ in shape)
+
+
+# -- trial ------------------------------------------------------------------------------------------
+#
+# Finds out, in a trial pass through a part of a pipeline, what cannot be divided: values of other stages
+# that it computes with, and what its layers keep to themselves.
+
+
+_OF_SHAPE_ALONE = ("_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+
+
+class ForeignValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own is untyped
+    """Follows values that stand for those of other stages through all operations."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters`` are those that other stages have."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own is untyped
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._kept: dict[int, Tensor] = {}
+        """Maps storages to a tensor of each, which keeps it: its number is of no other one."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Return a tensor that stands for another stage's; what is no tensor stays as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        copied = value.detach().clone()
+        self._mark(copied)
+        return copied
+
+    def are_in(self, value: Any) -> bool:
+        """Tell whether some tensor in a value was computed from another stage's."""
+        return any(map(self._is_foreign, tensors_in(value)))
+
+    def _mark(self, tensor: Tensor) -> None:
+        self._kept[tensor.untyped_storage()._cdata] = tensor
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._parameters or tensor.untyped_storage()._cdata in self._kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; what it makes of a foreign value is foreign. Raises ParameterError if that is
+        a number.
+        """
+        found = func(*args, **(kwargs or {}))
+        if str(func._schema.name).endswith(_OF_SHAPE_ALONE):
+            return found
+        given = tree_leaves((args, kwargs or {}))
+        if any(isinstance(each, Tensor) and self._is_foreign(each) for each in given):
+            made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+            if not made and isinstance(found, (bool, int, float)):
+                raise ParameterError(
+                    "pipeline parallelism: the model reads a value of another stage, through "
+                    f"{func._schema.name.removeprefix('aten::')}"
+                )
+            for each in made:
+                self._mark(each)
+        return found
+
+
+@contextmanager
+def trying(line: Line) -> Iterator[ForeignValues]:
+    """Run a trial pass, whose changes of buffers are taken back. Raises ParameterError for layers that keep
+    something which other stages would need.
+    """
+    foreign = ForeignValues(p for p in line.model.parameters() if placeholder.shape_of(p).numel() == 0)
+    before = [
+        (module, key, value, value._version, value.clone()) for module, key, value in _buffers(line.model)
+    ]
+    watch = StateWatch(line)
+    try:
+        with foreign:
+            yield foreign
+        watch.check()
+    finally:
+        with torch.no_grad():
+            for module, key, value, version, copied in before:
+                module._buffers[key] = value
+                if value._version != version:
+                    value.copy_(copied)
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for key, value in module._buffers.items():
+            if value is not None:
+                yield module, key, value
+
+
+class StateWatch:
+    """Notices buffers that the passes of a stage change, and tensors that its layers keep as attributes."""
+
+    def __init__(self, line: Line) -> None:
+        of_layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+        self._modules = {
+            name: module
+            for name, module in line.model.named_modules()
+            if id(module) in of_layers or next(module.parameters(recurse=False), None) is not None
+        }
+        self._is_training = line.model.training
+        self._before = self._states()
+
+    def check(self) -> None:
+        """Raise ParameterError for what has changed."""
+        after = self._states()
+        for (name, key), state in after.items():
+            if self._before.get((name, key)) == state:
+                continue
+            place = f"{name}.{key}".lstrip(".")
+            if key in self._modules[name]._buffers:
+                raise ParameterError(
+                    f"pipeline parallelism: training changes the buffer {place}, which other stages and "
+                    "checkpoints would not see"
+                )
+            raise ParameterError(
+                f"pipeline parallelism: the forward pass stores a tensor in {place}, which other stages do "
+                "not have, so the loss cannot use it. If it is only a record, store it in evaluation only"
+            )
+
+    def _states(self) -> dict[tuple[str, str], tuple[int, int]]:
+        found = {}
+        for name, module in self._modules.items():
+            for key, value in module._buffers.items():
+                if value is not None and key not in module._non_persistent_buffers_set:
+                    found[name, key] = id(value), value._version
+            if self._is_training:
+                for key, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        found[name, key] = id(value), 0
+        return found
+
+
+# -- passing ----------------------------------------------------------------------------------------
+#
+# Defines what the layers of other stages do in a forward pass: hand on what they get.
+
+
+@dataclass
+class PartPass:
+    """Holds a forward pass through one part of the pipeline."""
+
+    start: int
+    stop: int
+    received: Any
+    """What the part before has handed on; None at the first."""
+    captured: Any = None
+    """What this part hands on; None at the last."""
+    last: Any = None
+    """What the last layer that was called has returned."""
+    version: int = 0
+    """Counts how often that had been changed in place when it was returned."""
+    called: int = 0
+    """The number of layers that were called."""
+    foreign: ForeignValues | None = None
+    """Follows what stands for other stages' values, in a trial pass."""
+
+    def stand_in(self, value: Any) -> Any:
+        """Return what stands for a value that another stage computes."""
+        return value if self.foreign is None else self.foreign.stand_in(value)
+
+    def check_own(self, value: Any, what: str) -> None:
+        """Raise ParameterError if a trial pass has computed a value from what other stages have."""
+        if self.foreign is not None and self.foreign.are_in(value):
+            raise ParameterError(
+                f"pipeline parallelism: {what} depends on another stage's values (an output from before or "
+                "between the layers, or its parameters); a stage gets only the output of the preceding "
+                "layer"
+            )
+
+
+class LayerForward:
+    """Replaces a layer's forward: computes it in a pass through its part, and hands on in others what it
+    gets, or what this part was given by the one before.
+    """
+
+    def __init__(self, module: nn.Module, index: int, passes: Passes) -> None:
+        self.module, self.index, self.passes = module, index, passes
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if placeholder.in_backward():
+            return self._compute(*args, **kwargs)  # a recomputation: only what was computed is
+        run = self.passes.run
+        if run is None:
+            raise ParameterError(
+                "pipeline parallelism: a layer was called outside engine.train_batch and eval_batch"
+            )
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        self._check(run, hidden, (args[1:], {k: v for k, v in kwargs.items() if v is not hidden}))
+        run.called += 1
+        if run.start <= self.index < run.stop:
+            run.check_own((args, kwargs), f"an input of {self._name}")
+            output = self._compute(*args, **kwargs)
+            run.check_own(output, f"the output of {self._name}")
+        elif self.index == run.start - 1:
+            output = run.received
+        else:
+            if self.index == run.stop:
+                run.captured = hidden
+            output = run.stand_in(hidden)
+        run.last, run.version = output, _version(output)
+        return output
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.passes.line.name}.{self.index}".lstrip(".")
+
+    def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
+        """Raise ParameterError if layers do not simply follow each other."""
+        name = self._name
+        if run.called != self.index:
+            raise ParameterError(
+                f"pipeline parallelism: {name} is layer {self.index} of the model, but was called as layer "
+                f"{run.called}"
+            )
+        if self.index and (hidden is not run.last or _version(hidden) != run.version):
+            raise ParameterError(
+                f"pipeline parallelism: the input of {name} is not the output of the preceding layer: the "
+                "model computes something between them, or layers return several tensors. (Checkpoints "
+                "around layers need use_reentrant=False)"
+            )
+        if any(tensor.requires_grad for tensor in tensors_in(rest)):
+            raise ParameterError(
+                f"pipeline parallelism: {name} gets a second tensor that requires a gradient, which stages "
+                "cannot send"
+            )
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+class Passes:
+    """Holds the pass that is going on through a part of the pipeline."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.run: PartPass | None = None
+
+    def __deepcopy__(self, memo: Any) -> Passes:
+        return self
+
+
+class OutsideForward:
+    """Replaces the forward of a module outside of the layers: computes it in a pass through the part that it
+    belongs to. In others it returns zeros of the shape that its output would have, or what it gets, which
+    nobody uses.
+    """
+
+    def __init__(self, module: nn.Module, name: str, is_early: bool, passes: Passes) -> None:
+        self.module, self.name, self.is_early, self.passes = module, name, is_early, passes
+        self.inner = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module, or stand for it. Raises ParameterError if it is used on the other side of the
+        layers than it is registered.
+        """
+        run, line = self.passes.run, self.passes.line
+        if run is None or placeholder.in_backward():
+            if any(parameter.numel() == 0 for parameter in self.module.parameters()):
+                raise ParameterError(
+                    f"pipeline parallelism: {self.name}, which is on another stage, was called outside "
+                    "engine.train_batch and eval_batch"
+                )
+            return self._compute(*args, **kwargs)
+        if run.called != (0 if self.is_early else len(line.layers)):
+            when, place = ("after", "before") if self.is_early else ("before", "after")
+            raise ParameterError(
+                f"pipeline parallelism: {self.name} is used {when} the layers but registered {place} them"
+            )
+        if (run.start == 0) if self.is_early else (run.stop == len(line.layers)):
+            return self._compute(*args, **kwargs)
+        given: Tensor = args[0] if args else next(iter(kwargs.values()))
+        module = self.module
+        if isinstance(module, nn.Embedding):
+            zero = torch.zeros((), dtype=module.weight.dtype, device=given.device)
+            return run.stand_in(zero.expand(*given.shape, module.embedding_dim))
+        if isinstance(module, nn.Linear):
+            return run.stand_in(given.new_zeros(()).expand(*given.shape[:-1], module.out_features))
+        return run.stand_in(given)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def install(line: Line, passes: Passes) -> None:
+    """Replace the forwards of the layers, and of the modules with parameters outside of them.
+
+    Raises ParameterError for a module that cannot be left out.
+    """
+    layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+    has_passed = False
+    for name, module in line.model.named_modules():
+        has_passed = has_passed or name == line.name
+        own = [p for p in module._parameters.values() if p is not None]
+        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+        if id(module) in layers or contains or not own:
+            continue
+        simple = isinstance(module, (nn.Embedding, nn.Linear)) or all(p.dim() < 2 for p in own)
+        if not simple or next(module.children(), None) is not None:
+            raise ParameterError(
+                f"pipeline parallelism: {name}, a {type(module).__name__}, must run on every stage, which "
+                "is not supported"
+            )
+        module.forward = OutsideForward(module, name, not has_passed, passes)
+    for index, layer in enumerate(line.layers):
+        layer.forward = LayerForward(layer, index, passes)

@@ -1,0 +1,615 @@
+"""Defines what an engine does whose ranks have different layers: whole steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from ..comm.collectives import Comm
+from ..config import Config
+from ..engine import Engine, WholeSteps, loss_in, to_device, with_whole_steps
+from ..errors import ParameterError, RankMismatchError
+from ..log import detail
+from ..zero import placeholder
+from ..zero.tensors import tensors_in
+from ..zero.unit import Unit
+from .checks import both_ways, differ, fingerprint
+from .pipeline import (
+    CHANNEL,
+    ROUTERS,
+    ForeignValues,
+    LayerForward,
+    Line,
+    OutsideForward,
+    PartPass,
+    Passes,
+    StageAxis,
+    StateWatch,
+    divide,
+    find_line,
+    install,
+    leave_own,
+    trying,
+    weights_of,
+)
+
+# -- stages -----------------------------------------------------------------------------------------
+#
+# Runs micro-batches through the stages of a pipeline, in the order of a schedule of torch's.
+
+
+Call = Callable[[Any, bool], Any]
+"""Calls the model with a micro-batch, and tells it whether the loss is wanted; returns the loss then."""
+_FIRST, _EVERY = 3, 50
+"""Say in which steps it is watched what passes change."""
+Meta = tuple[tuple[int, ...], torch.dtype]
+
+
+class PartModule(nn.Module):
+    """Computes one part of the pipeline for a micro-batch, which it finds by its number."""
+
+    def __init__(self, part: int, line: Line, passes: Passes, axis: StageAxis, call: Call) -> None:
+        super().__init__()
+        self._part, self._line, self._passes, self._axis, self._call = part, line, passes, axis, call
+        self.micro_batches: Sequence[Any] = ()
+        self.foreign: ForeignValues | None = None
+        """Follows other stages' values, in a trial pass."""
+        self.meta: Meta | None = None
+        """The shape and dtype of what the part hands on, once known."""
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether the part computes the loss."""
+        return bool(self._part == self._line.parts - 1)
+
+    def forward(self, *received: Any, number: Tensor) -> Any:
+        """Return what the next part gets, or the loss as (1,)."""
+        line, first = self._line, self._part == 0
+        given = None if first else received[0]
+        run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given, foreign=self.foreign)
+        count = self._axis.comm._count
+        self._passes.run = run
+        try:
+            found = self._call(self.micro_batches[int(number)], self.is_last)
+        finally:
+            self._passes.run = None
+        if run.called != len(line.layers):
+            raise ParameterError(
+                f"pipeline parallelism: the model called {run.called} of {len(line.layers)} layers "
+                f"({line.name})"
+            )
+        if given is not None and torch.is_grad_enabled():
+            count(CHANNEL, given.numel())  # its gradient is sent back
+        if self.is_last:
+            run.check_own(found, "the loss")
+            if found.numel() != 1:
+                raise ParameterError(
+                    f"pipeline parallelism: the loss must be a single number, got shape {list(found.shape)}"
+                )
+            return found.reshape(1).to(torch.float64, copy=True)  # of one dtype, whatever the model's is
+        if not isinstance(run.captured, Tensor):
+            raise ParameterError(
+                f"pipeline parallelism: a stage sends one tensor, but layer {run.stop - 1} returns a "
+                f"{type(run.captured).__name__}: join the tensors (torch.cat), recompute the others in the "
+                "layers that need them, or choose other boundaries with pipeline.partition"
+            )
+        meta = tuple(run.captured.shape), run.captured.dtype
+        if self.meta is not None and meta != self.meta:
+            raise ParameterError(
+                f"pipeline parallelism: layer {run.stop - 1} returns {list(meta[0])} in {meta[1]} for "
+                f"micro-batch {int(number)}, but {list(self.meta[0])} in {self.meta[1]} for the first "
+                "micro-batch with the same input shapes: these must match"
+            )
+        count(CHANNEL, run.captured.numel())
+        # older torch detaches in place what was sent, which views do not allow
+        return run.captured.clone() if run.captured._is_view() else run.captured
+
+
+class Stages:
+    """Holds this rank's parts of the pipeline, and runs their passes."""
+
+    def __init__(
+        self,
+        line: Line,
+        passes: Passes,
+        axis: StageAxis,
+        schedule: str,
+        call: Call,
+        before: Callable[[], None],
+    ) -> None:
+        """``call`` calls the model; ``before`` is called before each backward pass."""
+        self.line, self.axis, self.schedule, self._before = line, axis, schedule, before
+        own = range(axis.stage, line.parts, line.stages)
+        self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
+        self._metas: dict[Any, list[Meta]] = {}
+        self._built: tuple[Any, Any] | None = None
+        self._steps = 0
+        self._tried: set[bool] = set()
+        """Holds in which modes, training or not, a trial pass has computed a loss."""
+        self._is_under_way = False
+
+    def check(self) -> None:
+        """Raise ParameterError if earlier passes have ended in an exception here: the other stages still wait
+        in them, where no watch sees them, and this one would wait for them.
+        """
+        if self._is_under_way:
+            raise ParameterError(
+                "pipeline parallelism: an earlier pass raised an exception on this stage, and the other "
+                "stages still wait in it: let the exception end the process, so that the run can resume "
+                "from its last checkpoint"
+            )
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Run passes of all stages."""
+        self._is_under_way = True
+        yield
+        self._is_under_way = False
+
+    def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
+        of the micro-batches. Raises ParameterError where a schedule cannot take so many of them.
+        """
+        count = len(micro_batches)
+        if self.schedule == "interleaved" and count % self.line.stages:
+            raise ParameterError(
+                "pipeline.schedule: interleaved needs gradient_accumulation_steps to be a multiple of the "
+                f"{self.line.stages} stages, got {count}"
+            )
+        with self._passes():
+            return self._train(micro_batches, key)
+
+    def _train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        count = len(micro_batches)
+        for module in self.modules.values():
+            module.micro_batches = micro_batches
+        metas = self._probe(key)
+        self._expect(metas)
+        if self._built is None or self._built[0] != (key, count):
+            self._built = (key, count), self._build(metas, count)
+        watch = StateWatch(self.line) if self._steps < _FIRST or self._steps % _EVERY == 0 else None
+        self._steps += 1
+        numbers = torch.arange(count)
+        given = (numbers,) if 0 in self.modules else ()
+        has_last = self.line.parts - 1 in self.modules
+        losses: list[Tensor] = []
+        rest = {"target": numbers, "losses": losses} if has_last else {}
+        self._built[1].step(*given, number=numbers, **rest)
+        if watch is not None:
+            watch.check()
+        return losses
+
+    def _expect(self, metas: Sequence[Meta]) -> None:
+        """Note what each part has to hand on."""
+        for part, module in self.modules.items():
+            module.meta = None if module.is_last else metas[part]
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        """Run forward passes; return the losses on the last stage."""
+        with self._passes():
+            return self._evaluate(micro_batches, key)
+
+    def _evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+        for module in self.modules.values():
+            module.micro_batches = micro_batches
+        metas, losses = self._probe(key), []
+        self._expect(metas)
+        for number in range(len(micro_batches)):
+            for part in range(self.line.parts):
+                if part not in self.modules:
+                    continue
+                module, received = self.modules[part], tuple[Tensor, ...]()
+                if part and part - 1 not in self.modules:
+                    shape, dtype = metas[part - 1]
+                    buffer = torch.empty(shape, dtype=dtype, device=self.axis.comm.device)
+                    dist.recv(buffer, self.axis.ranks[(part - 1) % self.line.stages], group=self.axis.group)
+                    received = (buffer,)
+                output = module(*received, number=torch.tensor(number))
+                if module.is_last:
+                    losses.append(output)
+                else:
+                    dist.send(
+                        output.contiguous(),
+                        self.axis.ranks[(part + 1) % self.line.stages],
+                        group=self.axis.group,
+                    )
+        return losses
+
+    def _probe(self, key: Any) -> list[Meta]:
+        """Return the shape and dtype of what each part hands on. Collective."""
+        if key in self._metas:
+            return self._metas[key]
+        metas: list[Meta] = []
+        device = self.axis.comm.device
+        is_training = self.line.model.training
+        for part in range(self.line.parts - (is_training in self._tried)):
+            found: list[Any] = [None]
+            if part in self.modules:
+                received = []
+                if part:
+                    shape, dtype = metas[-1]
+                    received.append(torch.zeros(shape, dtype=dtype, device=device))
+                found = [self._try(self.modules[part], received)]
+            source = self.axis.ranks[part % self.line.stages]
+            dist.broadcast_object_list(found, source, group=self.axis.group)
+            if isinstance(found[0], str):
+                raise ParameterError(found[0])
+            metas.append(found[0])
+        self._tried.add(is_training)
+        self._metas[key] = metas
+        return metas
+
+    def _try(self, module: PartModule, received: Sequence[Tensor]) -> Meta | str:
+        """Run a trial pass; return the shape and dtype of its output, or why the part cannot be computed."""
+        device = self.axis.comm.device
+        devices = [device] if device.type == "cuda" else []
+        module.meta = None
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices), trying(self.line) as module.foreign:
+                output = module(*received, number=torch.tensor(0))
+        except ParameterError as error:
+            return str(error)
+        finally:
+            module.foreign = None
+        return tuple(output.shape), output.dtype
+
+    def _build(self, metas: list[Meta], count: int) -> Any:
+        """Make torch's stages and schedule."""
+        stages: list[Any] = []
+        for part, module in self.modules.items():
+            received = torch.empty(1, dtype=torch.int64, device="meta")
+            if part:
+                received = _meta(metas[part - 1])
+            output = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
+            if not module.is_last:
+                output = _meta(metas[part])
+            stages.append(
+                _Stage(
+                    module,
+                    part,
+                    self.line.parts,
+                    self.axis.comm.device,
+                    input_args=(received,),
+                    output_args=(output,),
+                    group=self.axis.group,
+                )
+            )
+            stages[-1].before = self._before
+        options: dict[str, Any] = {"loss_fn": _the_loss}  # parameters have no grad that it could scale
+        if self.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, count, **options)
+        is_short = count < self.line.stages  # both then have all micro-batches on their way
+        kind: Any = ScheduleGPipe if self.schedule == "gpipe" or is_short else Schedule1F1B
+        return kind(stages[0], count, **options)
+
+
+def _meta(meta: Meta) -> Tensor:
+    shape, dtype = meta
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+
+
+def _the_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+class _Stage(PipelineStage):
+    """Tells the engine before each backward pass."""
+
+    before: Callable[[], None]
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        self.before()
+        return super().backward_maybe_with_nosync(*args, **kwargs)
+
+
+# -- engine -----------------------------------------------------------------------------------------
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class StagedModel:
+    """Holds the parts of an engine's pipeline."""
+
+    def __init__(
+        self, line: Line, axis: StageAxis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
+    ) -> None:
+        self.line, self.axis, self.tied, self.schedule, self.passes = line, axis, tied, schedule, passes
+        self.stages: Stages | None = None
+        self.collected: dict[int, Tensor] = {}
+        ranks = ", ".join(map(str, axis.ranks))
+        self.other_batch = (
+            f"ranks {ranks} are stages of one pipeline but got different batches: pass the same batches on "
+            "each rank. Use a DistributedSampler with num_replicas=engine.data_parallel_size and "
+            "rank=engine.data_parallel_rank"
+        )
+        self._tied = {id(parameter) for parameter in tied}
+
+    def collect(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Put the gradient of a parameter that several stages have aside, to be summed over them after all
+        passes, and return zeros in its place; return others as they are.
+        """
+        if id(parameter) not in self._tied:
+            return gradient
+        wide = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+        known = self.collected.get(id(parameter))
+        self.collected[id(parameter)] = wide.clone() if known is None else known.add_(wide)
+        return torch.zeros_like(gradient)
+
+    def sum_tied(self, add: Callable[[Unit, int, Tensor], Any]) -> None:
+        """Give the sums of the gradients of parameters that several stages have to ``add``. Collective."""
+        for parameter in self.tied:
+            if not parameter.requires_grad:
+                continue
+            unit: Any = placeholder.owner(parameter)
+            total = self.collected.pop(id(parameter), None)
+            if total is None:
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros(placeholder.shape_of(parameter), dtype=wide, device=self.axis.comm.device)
+            cut: Any = parameter.zlaunch_cut  # type: ignore[attr-defined]  # all of a pipeline have one
+            self.axis.sum_tied(total, cut.owners)
+            add(unit, unit.index_of[id(parameter)], total)
+
+
+class Pipelined(WholeSteps):
+    """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
+
+    _pipeline: StagedModel
+
+    def start_pipeline(self, pipeline: StagedModel) -> None:
+        """Take the pipeline's parts; called once."""
+        self._pipeline = pipeline
+        engine: Any = self
+        engine._sharded.replace_gradient = pipeline.collect
+        pipeline.stages = Stages(
+            pipeline.line,
+            pipeline.passes,
+            pipeline.axis,
+            pipeline.schedule,
+            self._call_model,
+            lambda: setattr(engine._sharded.loss_scaling, "loss_is_scaled", True),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: a rank has some of the layers."""
+        self._refuse("engine(...)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: passes run in the order of the schedule."""
+        self._refuse("engine.backward()")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ParameterError: train_batch makes the step."""
+        self._refuse("engine.step()")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ParameterError(
+            f"pipeline parallelism: {what} is not supported, because ranks hold different layers: call "
+            "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
+        )
+
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
+        training_data; return the mean loss over all ranks and micro-batches.
+
+        All ranks call it with the same micro-batches. One is a dict of the model's arguments (a Hugging Face
+        model, whose output has the loss) or a pair of inputs and labels, for which ``loss_fn(output,
+        labels)`` computes the loss. Collective. Raises StopIteration at the end of the data, and
+        ParameterError for a micro-batch or a model that does not fit.
+        """
+        engine: Any = self
+        engine._check_alive()
+        engine._states.check("engine.train_batch()")
+        engine.checkpoints.check()
+        micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
+        stages, pipeline = self._pipeline.stages, self._pipeline
+        assert stages is not None
+        self._take_unfrozen()
+        engine.module.train()
+        engine._reducer.sync = False
+        with engine._around("forward", (), {}), self._errors():
+            scaled = stages.train(micro_batches, self._key(micro_batches))
+        if not engine._reducer.passes:
+            engine._reducer.begin()
+            engine._reducer.finish()
+        pipeline.sum_tied(engine._reducer.add)
+        factor = engine._scaler.factor if engine._scaler.used else 1.0
+        sums = torch.stack([loss.detach().sum() for loss in scaled]).sum() / factor if scaled else None
+        mean = self._mean(sums)
+        engine._note_loss(mean, 0)
+        engine.micro_steps += len(micro_batches) - 1
+        engine.accumulated += len(micro_batches) - 1
+        super().step()  # type: ignore[misc]  # of the engine that this is mixed into
+        return mean
+
+    eval_batch = WholeSteps.eval_batch  # before those that a kind of engine has with other arguments
+
+    def _take_unfrozen(self) -> None:
+        """Take what has been unfrozen on all stages at once: in the passes, a stage waits for the one before,
+        and a trial pass would take new units for values of other stages. Collective.
+        """
+        engine: Any = self
+        engine.handles.take_unfrozen()
+
+    def _evaluate(self, micro_batches: list[Any]) -> Tensor:
+        stages = self._pipeline.stages
+        assert stages is not None
+        self._take_unfrozen()
+        with self._errors():
+            losses = stages.evaluate(micro_batches, self._key(micro_batches))
+        sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
+        return self._mean(sums)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Leave a pass that ended in an exception, and raise that, not what torch's schedules make of it."""
+        engine: Any = self
+        try:
+            yield
+        except RuntimeError as error:
+            engine._sharded.abandon_forward()
+            if type(error) is RuntimeError and error.__cause__ is not None and "failed to run" in str(error):
+                raise error.__cause__  # noqa: B904 - it has its own cause
+            raise
+        except BaseException:
+            engine._sharded.abandon_forward()
+            raise
+
+    def _take(
+        self,
+        data_iter: Iterator[Any] | None,
+        loss_fn: Callable[..., Tensor] | None,
+        count: int,
+    ) -> list[Any]:
+        stages = self._pipeline.stages
+        assert stages is not None
+        stages.check()
+        micro_batches = self._next_ones(data_iter, count)
+        axis = self._pipeline.axis
+        device = axis.comm.device
+        # fingerprints of the batches travel with the number that all stages wait for in any case
+        is_short = torch.full((1,), int(len(micro_batches) < count), dtype=torch.int64, device=device)
+        found = axis.largest(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]))
+        ends, differs = torch.stack([found[0] > 0, differ(found[1:])]).tolist()
+        if ends:
+            raise StopIteration(
+                f"data_iter ended after {len(micro_batches)} of {count} micro-batches, or on another stage"
+            )
+        for each in micro_batches:
+            if not isinstance(each, Mapping) and not (isinstance(each, (tuple, list)) and len(each) == 2):
+                raise ParameterError(
+                    "pipeline parallelism: expected a micro-batch that is a dict of the model's arguments "
+                    f"or a pair of inputs and labels, got {type(each).__name__}"
+                )
+        if differs:
+            raise RankMismatchError(self._pipeline.other_batch)
+        if loss_fn is not None:
+            self._pipeline.line.loss_fn = loss_fn
+        return micro_batches
+
+    def _key(self, micro_batches: Sequence[Any]) -> Any:
+        shapes = [tuple(tuple(t.shape) for t in tensors_in(each)) for each in micro_batches]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ParameterError(
+                "pipeline parallelism: the micro-batches of a step must have one shape, got "
+                f"{sorted(set(shapes))} (dataloader_drop_last drops a smaller last one)"
+            )
+        return (self._pipeline.line.model.training, shapes[0])
+
+    def _call_model(self, micro_batch: Any, wants_loss: bool) -> Any:
+        """Call the model with a micro-batch; return the scaled loss while it trains, else the plain one."""
+        engine: Any = self
+        output, labels = self._output_of(micro_batch, wants_loss)
+        if not wants_loss:
+            return None
+        loss = self._loss_of(output, labels)
+        if not torch.is_grad_enabled():
+            return loss
+        return engine._scaled(loss, True)
+
+    def _output_of(self, micro_batch: Any, wants_loss: bool) -> tuple[Any, Any]:
+        forward: Any = super().forward  # type: ignore[misc]  # of the engine that this is mixed into
+        device = self._pipeline.axis.comm.device
+        if isinstance(micro_batch, Mapping):
+            given = {name: to_device(value, device) for name, value in micro_batch.items()}
+            if given.get("output_router_logits"):
+                raise ParameterError(ROUTERS)
+            labels = None
+            if not wants_loss or self._pipeline.line.loss_fn is not None:
+                labels = given.pop("labels", None)
+            return forward(**given), labels
+        inputs, labels = micro_batch
+        args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        return forward(*(to_device(each, device) for each in args)), to_device(labels, device)
+
+    def _loss_of(self, output: Any, labels: Any) -> Tensor:
+        loss_fn = self._pipeline.line.loss_fn
+        if loss_fn is not None:
+            loss: Tensor = loss_fn(output, labels) if labels is not None else loss_fn(output)
+            return loss
+        return loss_in(output)
+
+    def _mean(self, own: Tensor | None) -> Tensor:
+        """Return the mean over the ranks of the last stage of their losses. Collective."""
+        comm = self._pipeline.axis.comm
+        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        if own is not None:
+            total += torch.stack([own.detach().double(), torch.ones_like(own, dtype=torch.float64)])
+        comm.all_reduce_scalars(total, "sums the losses")
+        wide = any(p.dtype == torch.float64 for p in self._pipeline.line.model.parameters())
+        return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
+
+
+def choose_kind(kind: type[E], pipeline: StagedModel | None, *, has_section: bool) -> type[E]:
+    """Return the engine class that trains whole steps: that of a pipeline, or if the config ``has_section``
+    on it, one of ranks that have all layers; else the same. Call it after all changes of forwards.
+
+    ``kind`` may name a class whose methods come before those of the pipeline, as ``over_pipeline``.
+    """
+    if pipeline is None:
+        return with_whole_steps(kind) if has_section else kind
+    install(pipeline.line, pipeline.passes)
+    over = getattr(kind, "over_pipeline", None)
+    return type(f"Pipelined{kind.__name__}", (*([over] if over else []), Pipelined, kind), {})
+
+
+# -- apply ------------------------------------------------------------------------------------------
+#
+# Divides a model's layers over the ranks of a pipeline.
+
+
+_LEAST_TORCH = (2, 11)
+
+
+def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel | None:
+    """Leave this rank the parameters of its layers, if ranks have different ones; return the pipeline.
+
+    Values are rank 0's already. Collective. Raises ParameterError for a model that cannot be divided, or has
+    been.
+    """
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):
+            raise ParameterError(
+                f"{name} holds only this rank's pipeline stage, from an earlier engine: rebuild the model "
+                "and load a checkpoint or the state_dict"
+            )
+    if comm.mesh.pipeline == 1:
+        return None
+    section, stages, problem, line = config.pipeline, comm.mesh.pipeline, None, None
+    try:
+        _check_torch()
+        name, layers = find_line(model)
+        line = Line(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
+        parts = stages * (section.virtual_stages if section.schedule == "interleaved" else 1)
+        line.bounds = divide(weights_of(model, layers), parts, section.partition)
+    except ParameterError as error:
+        problem = str(error)
+    for rank, said in enumerate(comm.exchange(problem)):
+        if said is not None:
+            raise ParameterError(said if said == problem else f"on rank {rank}: {said}")
+    assert line is not None
+    axis = StageAxis(comm)
+    tied = leave_own(line, axis)
+    if comm.rank == 0:
+        sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
+        detail(f"pipeline parallelism: {stages} stages, {section.schedule}; layers per part: {sizes}")
+    return StagedModel(line, axis, tied, section.schedule, Passes(line))
+
+
+def _check_torch() -> None:
+    """Raise ParameterError for a torch whose schedules are not known to work: 2.6's hang over gloo."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _LEAST_TORCH:
+        raise ParameterError(
+            f"pipeline parallelism needs torch {_LEAST_TORCH[0]}.{_LEAST_TORCH[1]} or later, not "
+            f"{torch.__version__}: schedules of older versions hang or are untested"
+        )

@@ -1,1 +1,0 @@
-"""Lets ranks have different layers, and pass activations on (pipeline parallelism)."""

@@ -1,1 +1,0 @@
-"""Makes the optimizers and learning-rate schedules that a config names."""

@@ -1,0 +1,1 @@
+"""What the script holds: the module, its parameters, the optimizer, and checks of their use."""

@@ -1,1 +1,0 @@
-"""Lets ranks have different parts of each sequence, and different heads inside of attention (Ulysses)."""

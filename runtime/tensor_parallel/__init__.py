@@ -1,1 +1,0 @@
-"""Lets ranks share the computation of each layer: a plan, the parts of parameters, the sums between them."""
