@@ -56,7 +56,8 @@ def adam(
     """Step Adam or AdamW."""
     if (given := on_host(args)) is None:
         return
-    step, multiplier = float(step), float(given.multiplier)
+    step = float(step)
+    multiplier = float(given.multiplier)
     if out is None and grad.dtype == torch.float32 and multiplier != 0:
         # what torch.optim does, to the bit
         twins.fused_adam(master, exp_avg, exp_avg_sq, grad, step, given, divisor=1 / multiplier)
@@ -67,7 +68,8 @@ def adam(
 
 def adam_numbers(given: AdamArgs, step: float) -> tuple[float, ...]:
     """Return the coefficients of numba's kernel; the arguments are plain numbers."""
-    lr, decay = float(given.lr), given.weight_decay
+    lr = float(given.lr)
+    decay = given.weight_decay
     first, second = given.corrections(step)
     return (
         float(given.multiplier),

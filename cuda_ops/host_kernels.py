@@ -107,10 +107,12 @@ def adam(w: Array, m: Array, v: Array, grad: Raw, out: Raw, coefficients: Number
     """
     factor, l2, decay, one_beta1, one_beta2, step_size, root, eps = coefficients
     half, wide = views(grad)
-    bits, low = w.view(np.uint32), out[0].view(np.uint16)
+    bits = w.view(np.uint32)
+    low = out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
-        s, count = Index(block), Index(min(BLOCK, w.size - block))
+        s = Index(block)
+        count = Index(min(BLOCK, w.size - block))
         widen(half, wide, grad[1], s, g, count)
         for i in range(count):
             x = g[i] * factor + l2 * w[s + i]
@@ -129,10 +131,12 @@ def sgd(w: Array, buffer: Array, grad: Raw, out: Raw, coefficients: Numbers) -> 
     """
     factor, l2, lr, momentum, kept, own, carried = coefficients
     half, wide = views(grad)
-    bits, low = w.view(np.uint32), out[0].view(np.uint16)
+    bits = w.view(np.uint32)
+    low = out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
-        s, count = Index(block), Index(min(BLOCK, w.size - block))
+        s = Index(block)
+        count = Index(min(BLOCK, w.size - block))
         widen(half, wide, grad[1], s, g, count)
         if buffer.size == 0:
             for i in range(count):
@@ -151,10 +155,12 @@ def lion(w: Array, m: Array, grad: Raw, out: Raw, coefficients: Numbers) -> None
     """Step Lion. ``coefficients``: multiplier, weight decay, lr, 1 - beta1, 1 - beta2."""
     factor, decay, lr, one_beta1, one_beta2 = coefficients
     half, wide = views(grad)
-    bits, low = w.view(np.uint32), out[0].view(np.uint16)
+    bits = w.view(np.uint32)
+    low = out[0].view(np.uint16)
     g = np.empty(BLOCK, np.float32)
     for block in range(0, w.size, BLOCK):
-        s, count = Index(block), Index(min(BLOCK, w.size - block))
+        s = Index(block)
+        count = Index(min(BLOCK, w.size - block))
         widen(half, wide, grad[1], s, g, count)
         for i in range(count):
             change = g[i] * factor - m[s + i]

@@ -45,14 +45,17 @@ def step(
         return
     count = float(count)
     if isinstance(given, AdamArgs):
-        name, numbers = "adam", host.adam_numbers(given, count)
+        name = "adam"
+        numbers = host.adam_numbers(given, count)
     elif isinstance(given, SgdArgs):
-        name, numbers = "sgd", host.sgd_numbers(given, count)
+        name = "sgd"
+        numbers = host.sgd_numbers(given, count)
         if count == 1:
             for kept in (tensor for pair in states for tensor in pair if tensor is not None):
                 kept.zero_()  # whatever it held, NaN times 0 is NaN
     else:
-        name, numbers = "lion", host.lion_numbers(given)
+        name = "lion"
+        numbers = host.lion_numbers(given)
     compiled = kernel(name)
 
     def with_torch(start: int, stop: int) -> None:
@@ -70,7 +73,8 @@ def step(
     raw_states = [_raw_state(values, scale) for values, scale in states]
     raw_states += [(np.empty(0, np.uint8), 0, np.empty(0, np.float32))] * (2 - len(raw_states))
     coefficients = tuple(map(np.float32, numbers))
-    maps, lookup = tables(torch.device("cpu")).numpy(), _lookup()
+    maps = tables(torch.device("cpu")).numpy()
+    lookup = _lookup()
     seed = int(narrow_twins.mixed(narrow_twins.mixed(torch.tensor(int(count) & 0xFFFFFFFF)) ^ key))
 
     def with_numba(start: int, stop: int) -> None:

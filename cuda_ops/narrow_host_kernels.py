@@ -72,7 +72,8 @@ def _wides(data: Array, kind: int) -> Any:
 def _widen(state: State, numbers: Array, start: Index, values: Array, count: Index) -> None:
     """Write a state's elements from ``start`` on, the first of a block, as fp32 into ``values``."""
     data, kind, scales = state
-    half, wide = _halves(data, kind), _wides(data, kind)
+    half = _halves(data, kind)
+    wide = _wides(data, kind)
     bits = values.view(np.uint32)
     if kind == FLOAT32:
         for i in range(count):
@@ -100,7 +101,8 @@ def _narrow(
 ) -> None:
     """Write fp32 ``values`` into a state from ``start`` on."""
     data, kind, scales = state
-    half, wide = _halves(data, kind), _wides(data, kind)
+    half = _halves(data, kind)
+    wide = _wides(data, kind)
     bits = values.view(np.uint32)
     one = np.empty(1, np.uint32)
     number = one.view(np.float32)
@@ -111,7 +113,8 @@ def _narrow(
         _round(bits, random, np.uint32(16 if second else 0), half, start, count)
     elif kind == CODES:
         for first in range(0, count, BLOCK):
-            low, high = Index(first), min(Index(first + BLOCK), count)
+            low = Index(first)
+            high = min(Index(first + BLOCK), count)
             largest = np.uint32(0)  # magnitude, then whether it is positive
             for i in range(low, high):
                 u = np.uint32(bits[i])
@@ -139,8 +142,10 @@ def _begin(
     """Widen master and states, from element ``at`` on, into rows of ``scratch``; return their count, and the
     parts of ``grad`` and ``out``.
     """
-    wide, thin = 4 if master[1] == FLOAT32 else 2, 4 if grad[1] == FLOAT32 else 2
-    s, count = Index(at), Index(min(SPAN, master[0].size // wide - at))
+    wide = 4 if master[1] == FLOAT32 else 2
+    thin = 4 if grad[1] == FLOAT32 else 2
+    s = Index(at)
+    count = Index(min(SPAN, master[0].size // wide - at))
     _widen((master[0], master[1], np.empty(0, np.float32)), tables[0], s, scratch[0], count)
     _widen(first, tables[0], s, scratch[1], count)
     _widen(second, tables[2], s, scratch[2], count)
@@ -197,7 +202,8 @@ def narrow_adam(
     place: np.int64,
 ) -> None:
     """Step Adam."""
-    scratch, random = np.empty((3, SPAN), np.float32), np.empty(SPAN, np.uint32)
+    scratch = np.empty((3, SPAN), np.float32)
+    random = np.empty(SPAN, np.uint32)
     for at in range(0, _elements(master), SPAN):
         n, g, cast = _begin(master, grad, out, first, second, tables, at, scratch)
         adam(scratch[0, :n], scratch[1, :n], scratch[2, :n], g, cast, numbers)
@@ -218,7 +224,8 @@ def narrow_sgd(
     place: np.int64,
 ) -> None:
     """Step SGD."""
-    scratch, random = np.empty((3, SPAN), np.float32), np.empty(SPAN, np.uint32)
+    scratch = np.empty((3, SPAN), np.float32)
+    random = np.empty(SPAN, np.uint32)
     for at in range(0, _elements(master), SPAN):
         n, g, cast = _begin(master, grad, out, first, second, tables, at, scratch)
         sgd(scratch[0, :n], scratch[1, : n if first[1] != NONE else Index(0)], g, cast, numbers)
@@ -239,7 +246,8 @@ def narrow_lion(
     place: np.int64,
 ) -> None:
     """Step Lion."""
-    scratch, random = np.empty((3, SPAN), np.float32), np.empty(SPAN, np.uint32)
+    scratch = np.empty((3, SPAN), np.float32)
+    random = np.empty(SPAN, np.uint32)
     for at in range(0, _elements(master), SPAN):
         n, g, cast = _begin(master, grad, out, first, second, tables, at, scratch)
         lion(scratch[0, :n], scratch[1, :n], g, cast, numbers)
@@ -249,8 +257,10 @@ def narrow_lion(
 def ready(name: str) -> Any:
     """Return the kernel of that name after a call without elements: what can fail has failed by then."""
     function, count = {"adam": (narrow_adam, 8), "sgd": (narrow_sgd, 7), "lion": (narrow_lion, 5)}[name]
-    raw, none = (np.empty(0, np.uint8), NONE), np.empty(0, np.float32)
-    tables, lookup = np.empty((4, BLOCK), np.float32), np.empty((2, 1 << 16), np.uint8)
+    raw = (np.empty(0, np.uint8), NONE)
+    none = np.empty(0, np.float32)
+    tables = np.empty((4, BLOCK), np.float32)
+    lookup = np.empty((2, 1 << 16), np.uint8)
     states = (*raw, none), (*raw, none)
     function(raw, raw, raw, *states, (np.float32(1),) * count, tables, lookup, np.uint32(0), np.int64(0))
     return function

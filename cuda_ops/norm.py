@@ -26,7 +26,9 @@ _CHUNK = 1 << 20
 _ROW = 1 << 12
 _FEW = 1 << 5
 """Rows that are multiplied at a time: they stay in the cache."""
-_LOW, _HIGH, _SCALE = 2.0**-40, 2.0**60, 2.0**-75
+_LOW = 2.0**-40
+_HIGH = 2.0**60
+_SCALE = 2.0**-75
 """Bound the norms of rows whose squares are in range, and scale those above; see norm.cu for its bounds."""
 _ENOUGH = 2.0**-50
 """Is the sum of squares for each row from which a tensor's sum is right: a row that is out of range has less
@@ -114,7 +116,8 @@ def _norms_out_of_range(rows: Tensor, norms: Tensor) -> Tensor:
 
 def _launch(tensors: Sequence[Tensor]) -> Tensor:
     """Sum by kernels: flat float64, an element for each of the tensors, which have one dtype."""
-    device, dtype = tensors[0].device, tensors[0].dtype
+    device = tensors[0].device
+    dtype = tensors[0].dtype
     counts = [min(_PARTIALS, loader.blocks_for(-(-tensor.numel() // 16))) for tensor in tensors]
     blocks = sum(counts)
     sums = torch.empty(blocks, dtype=torch.float64, device=device)

@@ -39,8 +39,10 @@ def quantize(
     numbers = np.float32(beta), np.float32(1 - beta)
 
     def with_numba(start: int, stop: int) -> None:
-        first, last = start // block, stop // block  # chunks need not begin with a block
-        a, z = first * block, last * block
+        first = start // block  # chunks need not begin with a block
+        last = stop // block
+        a = first * block
+        z = last * block
         kernels().quantize(
             (given[a * values.itemsize : z * values.itemsize], kind),
             (old[a * error_size : z * error_size], error_kind),
@@ -60,7 +62,8 @@ def dequantize_sum(packed_rows: Tensor, out: Tensor, bits: int, block: int) -> N
     packed = packed_rows.view(-1).numpy()
 
     def with_numba(start: int, stop: int) -> None:
-        first, last = start // block, stop // block
+        first = start // block
+        last = stop // block
         kernels().dequantize_sum(packed, len(packed_rows), (found, kind), first, last, block, bits)
 
     host.in_chunks(with_numba, out.numel(), out.numel())

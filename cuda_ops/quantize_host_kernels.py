@@ -23,7 +23,8 @@ NAN = np.float32(np.nan)
 @part
 def _scale(x: Array, most: np.float32, one: Array, count: Index) -> Any:
     """Return the scale of a block; NaN is the largest of all bit patterns. ``one``: scratch."""
-    bits, pattern = x.view(np.uint32), one.view(np.uint32)
+    bits = x.view(np.uint32)
+    pattern = one.view(np.uint32)
     largest = np.uint32(0)
     for i in range(count):
         largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
@@ -43,8 +44,11 @@ def quantize(
     half, wide = views(values)
     error_half, error_wide = views(error)
     count = Index(block)
-    x, e, y = np.empty(block, np.float32), np.empty(block, np.float32), np.empty(block, np.float32)
-    found, updated = y.view(np.uint32), e.view(np.uint32)
+    x = np.empty(block, np.float32)
+    e = np.empty(block, np.float32)
+    y = np.empty(block, np.float32)
+    found = y.view(np.uint32)
+    updated = e.view(np.uint32)
     most = np.float32(127 if bits == 8 else 7)
     beta, one_minus_beta = numbers
     for b in range(scales.size):
@@ -69,7 +73,8 @@ def quantize(
         else:
             at = s // Index(2)
             for i in range(count // Index(2)):
-                low, high = found[Index(2) * i], found[Index(2) * i + Index(1)]
+                low = found[Index(2) * i]
+                high = found[Index(2) * i + Index(1)]
                 codes[at + i] = np.uint8((low & np.uint32(15)) | (high << np.uint32(4)))
         if error[1] != NONE and scale == scale:
             for i in range(count):
@@ -86,10 +91,12 @@ def dequantize_sum(packed: Array, rows: int, out: Raw, first: int, last: int, bl
     """Write the sum of what rows stand for, blocks ``first`` to ``last - 1``. ``packed``: all rows' bytes."""
     half, wide = views(out)
     numel = out[0].size // (4 if out[1] == FLOAT32 else 2)
-    stride, start = packed.size // rows, numel * bits // 8
+    stride = packed.size // rows
+    start = numel * bits // 8
     words = packed.view(np.float32)
     count = Index(block)
-    total, scratch = np.empty(block, np.float32), np.empty(block, np.float32)
+    total = np.empty(block, np.float32)
+    scratch = np.empty(block, np.float32)
     for b in range(first, last):
         s = Index(b * block)
         for row in range(rows):

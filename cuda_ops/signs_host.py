@@ -44,7 +44,8 @@ def compress(values: Tensor, packed: Tensor, addend: Tensor | None, alpha: float
 
 def expand(packed_rows: Tensor, out: Tensor, factor: float, into: Tensor | None, alpha: float) -> None:
     """Write ``factor`` times the sum of what the rows stand for; add it to ``into``."""
-    flat, packed = out.numpy(), packed_rows.view(-1).numpy()
+    flat = out.numpy()
+    packed = packed_rows.view(-1).numpy()
 
     def with_numba(start: int, stop: int) -> None:
         for a, z in _pieces(start, stop):

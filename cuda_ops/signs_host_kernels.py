@@ -13,19 +13,26 @@ from .host_kernels import Array, Index, compiled
 
 SMALLEST = np.float32(2.0**-126)
 NAN = np.float32(np.nan)
-BLOCK, LANES, GROUP = 256, 32, 8
+BLOCK = 256
+LANES = 32
+GROUP = 8
 GATHER = np.uint64(0x0102040810204080)
 """Times eight bytes of 0 or 1: the upmost byte has them as its bits, the first one lowest."""
-COPIES, PLACES = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
+COPIES = np.uint64(0x0101010101010101)
+PLACES = np.uint64(0x8040201008040201)
 """A byte times the one has eight copies; the other leaves the k-th bit of the k-th."""
 
 
 @compiled
 def compress(values: Array, packed: Array, scales: Array) -> None:
     """Pack the signs of whole blocks."""
-    y, sums, one = np.empty(BLOCK, np.float32), np.empty(LANES, np.float32), np.empty(1, np.float32)
+    y = np.empty(BLOCK, np.float32)
+    sums = np.empty(LANES, np.float32)
+    one = np.empty(1, np.float32)
     flags = np.empty(BLOCK, np.uint8)
-    pattern, bits, eights = one.view(np.uint32), values.view(np.uint32), flags.view(np.uint64)
+    pattern = one.view(np.uint32)
+    bits = values.view(np.uint32)
+    eights = flags.view(np.uint64)
     for b in range(scales.size):
         s = Index(b * BLOCK)
         largest = np.uint32(0)
@@ -65,9 +72,11 @@ def compress(values: Array, packed: Array, scales: Array) -> None:
 @compiled
 def expand(packed: Array, rows: int, out: Array, first: int, last: int, factor: np.float32) -> None:
     """Write the sums of rows, blocks ``first`` to ``last - 1``. ``packed``: all rows' bytes."""
-    stride, start = packed.size // rows, out.size // 8
+    stride = packed.size // rows
+    start = out.size // 8
     words = packed.view(np.float32)
-    total, flags = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8)
+    total = np.empty(BLOCK, np.float32)
+    flags = np.empty(BLOCK, np.uint8)
     eights = flags.view(np.uint64)
     for b in range(first, last):
         s = Index(b * BLOCK)
@@ -96,7 +105,8 @@ def frozen_adam(
 
 def compile_all() -> None:
     """Call all kernels without elements: what can fail has failed by then."""
-    none, raw = np.empty(0, np.float32), np.empty(0, np.uint8)
+    none = np.empty(0, np.float32)
+    raw = np.empty(0, np.uint8)
     compress(none, raw, none)
     expand(raw, 1, none, 0, 0, np.float32(1))
     frozen_adam(none, none, none, none, *(np.float32(1),) * 3)

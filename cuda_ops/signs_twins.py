@@ -12,7 +12,9 @@ from torch import Tensor
 
 from .quantize_twins import SMALLEST
 
-_BLOCK, _LANES, _GROUP = 256, 32, 8
+_BLOCK = 256
+_LANES = 32
+_GROUP = 8
 _HOST_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 26
 """Elements taken at a time: temporaries stay in the cache, or small beside the device's memory."""

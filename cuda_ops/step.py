@@ -220,11 +220,13 @@ class StepRule(ABC):
         counted = [piece.leaf for piece, each in zip(pieces, narrow, strict=True) if each or self.counts]
         _count(counted, state, 1.0 if found_inf is None else 1.0 - found_inf)
         for piece, each in zip(pieces, narrow, strict=True):
-            own, group = state.setdefault(piece.leaf, {}), groups[piece.group]
+            own = state.setdefault(piece.leaf, {})
+            group = groups[piece.group]
             args = made.get(piece.group)
             if args is None:
                 args = made[piece.group] = self.args(group, multiplier, found_inf)
-            leaf, kind = piece.leaf.detach(), group.get("state_dtype") or "fp32"
+            leaf = piece.leaf.detach()
+            kind = group.get("state_dtype") or "fp32"
             names = self.states(group)
             for name in names if each or self.counts else ():
                 if own.get(name) is None:
@@ -275,7 +277,9 @@ def needs_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dty
     """
     if not is_narrow_step(group, dtype):
         return False
-    kind, name, rule = group.get("state_dtype") or "fp32", type(optimizer).__name__, rule_of(optimizer)
+    kind = group.get("state_dtype") or "fp32"
+    name = type(optimizer).__name__
+    rule = rule_of(optimizer)
     if kind not in STATE_DTYPES:
         raise ValueError(f"state_dtype of {name} is {kind!r}, expected one of {', '.join(STATE_DTYPES)}")
     what = f'state_dtype "{kind}"' if kind != "fp32" else 'bf16.master_weights "stochastic"'

@@ -40,7 +40,8 @@ def expand(text: str) -> list[str]:
 def expand_pattern(token: str) -> list[str]:
     """Return the hosts of one pattern, which has no comma outside brackets."""
     pieces = _GROUP.split(token)  # literal, group, literal, ..., literal
-    literals, groups = pieces[::2], [_parse_group(group, token) for group in pieces[1::2]]
+    literals = pieces[::2]
+    groups = [_parse_group(group, token) for group in pieces[1::2]]
     for literal in filter(None, literals):
         if "[" in literal or "]" in literal:
             raise HostListError(f"{short(token)}: unbalanced or nested brackets")

@@ -33,7 +33,8 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
                 "initialize was given two models: args and model are both a torch.nn.Module. "
                 "Pass one, as model="
             )
-        args, model = None, args
+        model = args
+        args = None
     if model is None:
         raise ValueError("initialize needs a model: pass it as model=")
     _expect("model", model, "a torch.nn.Module", lambda value: isinstance(value, nn.Module))

@@ -283,12 +283,11 @@ def _choose_kernels() -> None:
 
 
 def _join_ranks(loaded: Loaded) -> Comm:
-    config, device = loaded.config, init_distributed()
-    share, group, shape = (
-        not _on_disk(config),
-        find_shard_group(config),
-        find_mesh(loaded, dist.get_world_size()),
-    )
+    config = loaded.config
+    device = init_distributed()
+    share = not _on_disk(config)
+    group = find_shard_group(config)
+    shape = find_mesh(loaded, dist.get_world_size())
     mesh = None if group is None and len(shape.axes) == 1 else partial(make_link, group, shape)
     if config.comms_logger.enabled:
         return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
@@ -420,7 +419,8 @@ def _shard(
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
-    comm, options = factory.comm, factory.options
+    comm = factory.comm
+    options = factory.options
     types = choose_buffer_types(config, factory.dtype)
     rounded = types.rounded_parameters(model)
     if rounded and comm.rank == 0:

@@ -18,7 +18,8 @@ class ResumableSampler(DistributedSampler[Any]):
     skip = 0
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
+        skip = self.skip
+        self.skip = 0
         return islice(super().__iter__(), skip, None)
 
 
@@ -70,8 +71,10 @@ class EngineLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        epoch, self.epoch = self.epoch, self.epoch + 1
+        skip = self._skip
+        self._skip = 0
+        epoch = self.epoch
+        self.epoch = self.epoch + 1
         self._taken = skip
         if self.sampler is None:
             return self._counted(islice(self.loader, skip, None))

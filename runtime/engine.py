@@ -100,8 +100,12 @@ class TrainingLoop(nn.Module):
         """Counts the micro-batches since the last optimizer step. It is not `micro_steps` modulo the number
         of a step's micro-batches, which `set_batch` may change.
         """
-        self._sharded, self._reducer, self._shard_step = sharded, sharded.reducer, shard_step
-        self._precision, self._scaler, self._effective = precision, scaler, effective
+        self._sharded = sharded
+        self._reducer = sharded.reducer
+        self._shard_step = shard_step
+        self._precision = precision
+        self._scaler = scaler
+        self._effective = effective
         self._skipped_steps = 0
         self._result: StepResult | None = None
         """Keeps the last step's result; on a GPU its numbers are fetched when they are needed."""
@@ -278,7 +282,8 @@ class TrainingLoop(nn.Module):
     def restore_counters(self, counters: Mapping[str, int]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
         self._iteration = None
-        self.global_steps, self.global_samples = counters["global_steps"], counters["global_samples"]
+        self.global_steps = counters["global_steps"]
+        self.global_samples = counters["global_samples"]
         self.micro_steps = counters["micro_steps"]
         self.accumulated = 0
         self._skipped_steps = counters["skipped_steps"]
@@ -309,7 +314,8 @@ class TrainingLoop(nn.Module):
         if not loss.requires_grad:
             raise RuntimeError("the loss does not depend on any trainable parameter")
         self._prepare_pass()
-        scaled, passes = self._scaled(loss, scale_wrt_gas), self._reducer.passes
+        scaled = self._scaled(loss, scale_wrt_gas)
+        passes = self._reducer.passes
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
@@ -439,7 +445,8 @@ class TrainingLoop(nn.Module):
         if not self._effective.config.zero_optimization.ignore_unused_parameters:
             self.handles.refuse_unused()
         self._resolve_last_step()
-        scaler, divisor = self._scaler, self.gradient_divisor()
+        scaler = self._scaler
+        divisor = self.gradient_divisor()
         self._sharded.reshard_all()
         broken: list[str] = []
         if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
@@ -579,8 +586,11 @@ class Engine(TrainingLoop):
         ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
         ``"backward"`` and ``"step"``.
         """
-        self.checkpoints, self._states = checkpoints, states
-        self._offload, self.monitor, self._around = offload, monitor, around
+        self.checkpoints = checkpoints
+        self._states = states
+        self._offload = offload
+        self.monitor = monitor
+        self._around = around
         self._sharded.before_forward = self._before_forward
         self._sharded.engine = self
         _engines.add(self)
@@ -647,7 +657,8 @@ class Engine(TrainingLoop):
         self._check_alive()
         self._states.check("engine.step()")
         self.checkpoints.check()
-        before, is_boundary = self._result, self.is_gradient_accumulation_boundary()
+        before = self._result
+        is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary and self.global_steps:
             self.checkpoints.prepare()
         with self._around("step"):
@@ -871,7 +882,8 @@ class LocalStepsEngine(Engine):
             self.handles.bring_writes()
         step.agree_on_state()
         step.take_hyperparameters()
-        groups, state = step.optimizer.param_groups, step.optimizer.state
+        groups = step.optimizer.param_groups
+        state = step.optimizer.state
         step.stepper.agree(groups, step.slices, state, keeps_writes=keeps_writes)
 
     def _prepare_save(self) -> None:
@@ -990,7 +1002,9 @@ class SteppingEngine(Engine):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, also after a step that ended half-way."""
-        was_changed, self._stepping.is_changed, path = self._stepping.is_changed, False, None
+        was_changed = self._stepping.is_changed
+        self._stepping.is_changed = False
+        path = None
         try:
             path, state = super().load_checkpoint(*args, **kwargs)
         finally:
@@ -1190,7 +1204,8 @@ class WholeSteps:
 
     def _mean_of(self, losses: list[Tensor]) -> Tensor:
         engine: Any = self
-        comm, own = engine._sharded.comm, torch.stack(losses).mean()
+        comm = engine._sharded.comm
+        own = torch.stack(losses).mean()
         total: Tensor = own.double()
         comm.all_reduce_scalars(total, "sums the losses")
         mean: Tensor = total / comm.world_size

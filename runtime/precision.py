@@ -211,7 +211,8 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.scale = float(state["scale"])
-        self._left, self._step = int(state["left"]), int(state["step"])
+        self._left = int(state["left"])
+        self._step = int(state["step"])
         self._last_overflow = int(state["last_overflow"])
 
 
@@ -349,7 +350,8 @@ def settle_precision(config: Config, comm: Comm) -> Precision:
     """Return the precision that a validated config asks for, and set TF32 for this process where it has
     ``tf32``. Rank 0 says what runs in the place of apex, and where ``tf32`` can do nothing.
     """
-    precision, said = choose_precision(config), []
+    precision = choose_precision(config)
+    said = []
     if config.amp.enabled:
         what = "plain fp32" if precision.autocast is None else "torch.autocast to float16 (torch_autocast)"
         scale = "without loss scaling"

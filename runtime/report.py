@@ -54,7 +54,8 @@ def report(**values: float | int | None) -> None:
     shown = {name: _plain(value) for name, value in values.items() if value is not None}
     numbers = {name: value for name, value in shown.items() if isinstance(value, (int, float))}
     if "tokens" in numbers:
-        now, before = time.perf_counter(), reported.tokens_at
+        now = time.perf_counter()
+        before = reported.tokens_at
         reported.names.add("tokens_per_s")
         reported.tokens_at = now
         if before is not None:

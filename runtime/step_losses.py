@@ -53,7 +53,8 @@ class StepLosses:
 
     def clear(self) -> None:
         """Forget the losses since the last step."""
-        self._sum, self._count = None, 0
+        self._sum = None
+        self._count = 0
 
     def numbers(self) -> Tensor:
         """Return the sum and the number of losses, and in the first steps what tells whether the sums of all
@@ -80,7 +81,8 @@ class StepLosses:
             return
         # what the host has stays there: work for the device would be waited for later
         sums = sums if isinstance(sums, Tensor) else torch.tensor(sums, dtype=torch.float64)
-        words, squares = sums[2 : 2 + _WORDS], sums[2 + _WORDS :]
+        words = sums[2 : 2 + _WORDS]
+        squares = sums[2 + _WORDS :]
         is_equal = (squares * self._world_size == words.square()).all()
         # zero and infinity are equal for other reasons than equal samples
         is_equal = is_equal & (sums[0] != 0) & sums[0].isfinite()

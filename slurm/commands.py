@@ -132,7 +132,8 @@ def follow(
                     return last if found == UNKNOWN else found
                 if found in FINISHED:
                     next_question = now + 2 * poll_s
-                answered, last = now, found
+                answered = now
+                last = found
                 if found == "PENDING" and (why := _pending_reason(job_id)) not in ("", "None", reason):
                     reason = why
                     say(f"job {job_id} is pending: {reason}")
@@ -237,7 +238,8 @@ def was_cancelled(text: str) -> bool:
     found = dict(re.findall(r"\b(JobState|RunTime|TimeLimit)=(\S+)", text))
     if found.get("JobState") not in ("COMPLETING", "CANCELLED"):
         return False
-    limit_s, run_s = _seconds(found.get("TimeLimit", "")), _seconds(found.get("RunTime", ""))
+    limit_s = _seconds(found.get("TimeLimit", ""))
+    run_s = _seconds(found.get("RunTime", ""))
     return limit_s is None or run_s is None or run_s < limit_s
 
 
@@ -380,7 +382,8 @@ def cancel_step(environ: Mapping[str, str]) -> None:
     They get SIGHUP, not SLURM's SIGKILL: the other launchers stop their workers with the usual grace, and
     know that the failure, and the step's exit code with it, is another task's.
     """
-    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+    job = environ.get("SLURM_JOB_ID", "")
+    step = environ.get("SLURM_STEP_ID", "")
     if job and step and shutil.which("scancel") is not None:
         _run(["scancel", "--signal=HUP", f"{job}.{step}"], _QUERY_TIMEOUT_S, environ)
 

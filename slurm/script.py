@@ -128,7 +128,8 @@ def time_limit_s(text: str) -> float:
     elif len(parts) == 3:
         hours, minutes, seconds = parts
     else:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+        hours = 0
+        (minutes, seconds) = (*parts, 0)[:2]
     found = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
     if not found:
         raise SlurmError(f"--time {text!r}: must be more than 0")

@@ -144,7 +144,8 @@ class FunctionJob:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
         self._slurm: str | None = self._about().get("slurm")
-        self._asked_at, self._slurm_ended = 0.0, False
+        self._asked_at = 0.0
+        self._slurm_ended = False
         if not (_call_folder(self.folder) / CALL).exists():
             raise LaunchError(f"{self.folder}: zlaunch.launch did not start a function there")
 
@@ -253,7 +254,8 @@ class FunctionJob:
             error: BaseException = cloudpickle.loads(first["error"])
             error.__cause__ = said
             return error
-        code, missing = self._exit_code(), self._missing()
+        code = self._exit_code()
+        missing = self._missing()
         if code == 0 and not missing:
             return None
         what = f"ended with exit code {code}" if code else f"rank {missing[0]} has left no result"

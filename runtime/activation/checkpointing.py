@@ -86,7 +86,8 @@ def configure(
         num_checkpoints = section.number_checkpoints if num_checkpoints is None else num_checkpoints
     for each in _all_settings():
         if mpu_ is not None:
-            each.place.mpu, each.place.replicated = mpu_, False
+            each.place.mpu = mpu_
+            each.place.replicated = False
         if section is not None:
             _take(each, section)
         if partition_activations is not None:
@@ -190,7 +191,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     # All by position: torch leaves tensors among keywords out of what it saves, and of the devices whose
     # random state it keeps. Parameters come back as themselves: ZeRO may have moved their values meanwhile.
-    values, names, count = (*args, *kwargs.values()), tuple(kwargs), len(args)
+    values = (*args, *kwargs.values())
+    names = tuple(kwargs)
+    count = len(args)
     themselves = {i: v for i, v in enumerate(values) if isinstance(v, Tensor) and type(v) is not Tensor}
 
     def run(*saved: Any) -> Any:
@@ -238,7 +241,8 @@ class _CheckpointedForward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.forward = module, module.forward
+        self.module = module
+        self.forward = module.forward
         self.own = "forward" in module.__dict__
         functools.update_wrapper(self, self.forward)
 
@@ -318,7 +322,8 @@ def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: dict[str, nn.Module] = {}
     for name, block in find_modules(model):
         around = name.rpartition(".")[0]
-        parent, list_of_it = model.get_submodule(around), model.get_submodule(around.rpartition(".")[0])
+        parent = model.get_submodule(around)
+        list_of_it = model.get_submodule(around.rpartition(".")[0])
         if isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and _has_parts(block)):
             found[name] = block
         elif isinstance(list_of_it, nn.ModuleList) and not any(map(_has_parts, parent.children())):

@@ -78,7 +78,8 @@ class Segment:
         self.offloaded: list[OffloadedTensor] = []
         self.before: weakref.ref[Segment] | None = None
         """The segment that was offloaded before this one; its backward pass comes after."""
-        self._place, self._group = place, place.group()
+        self._place = place
+        self._group = place.group()
 
     def keep(self, x: Tensor) -> Kept:
         """Keep ``x`` for the backward pass. Collective over the model-parallel group if there is one."""
@@ -92,9 +93,11 @@ class Segment:
             or x.untyped_storage().nbytes() < x.nbytes
         ):
             return Kept(x.detach(), version=x._version)
-        piece, shape = x, None
+        piece = x
+        shape = None
         if self._group is not None:
-            piece, shape = self._slice_of(x), x.shape
+            piece = self._slice_of(x)
+            shape = x.shape
         if self._place.in_cpu and (x.is_cuda or offload_cpu_tensors):
             return Kept(self._offload(piece), shape=shape)
         if shape is not None:
@@ -122,7 +125,8 @@ class Segment:
         if last is not self:
             for earlier in last.offloaded if last is not None else ():
                 earlier.let_go()
-            self.before, room.last = room.last, weakref.ref(self)
+            self.before = room.last
+            room.last = weakref.ref(self)
         offloaded = room.offload(x)
         offloaded.users += 1
         self.offloaded.append(offloaded)
@@ -134,7 +138,8 @@ class Segment:
         Raises RuntimeError on every rank of the group if the first such tensor differs between them:
         gathering slices of different tensors would give wrong gradients.
         """
-        group, flat = self._group, x.detach().reshape(-1)
+        group = self._group
+        flat = x.detach().reshape(-1)
         share = -(-flat.numel() // dist.get_world_size(group))
         rank = dist.get_rank(group)
         own = flat[rank * share : (rank + 1) * share]
@@ -218,7 +223,8 @@ class OffloadedTensor:
         self.version = x._version
         self.users = 0
         """Calls that have not taken the tensor yet."""
-        self._device, self._room = x.device, room
+        self._device = x.device
+        self._room = room
         self._held: Tensor | None = x
         self._fetched: Tensor | None = None
         self._buffer = room.pool.take(x.nbytes)

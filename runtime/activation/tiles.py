@@ -74,7 +74,9 @@ class TiledForward:
     """Replaces a module's forward while it trains: computes it in tiles of tokens."""
 
     def __init__(self, module: nn.Module, name: str, tile_tokens: int) -> None:
-        self.module, self.name, self.tile_tokens = module, name, tile_tokens
+        self.module = module
+        self.name = name
+        self.tile_tokens = tile_tokens
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +172,8 @@ class TiledLoss:
 
     def __init__(self, whole: Callable[..., Tensor], parts: LossParts | None) -> None:
         """``whole`` computes the loss of logits, where there are some."""
-        self.whole, self.parts = whole, parts
+        self.whole = whole
+        self.parts = parts
         self.labels: Tensor | None = None
         self._calls = 0
 
@@ -184,7 +187,8 @@ class TiledLoss:
         if not isinstance(logits, LogitsLater):
             return self.whole(logits, labels, vocab_size, *args, **kwargs)
         self._calls += 1
-        total, count = logits.total, logits.count
+        total = logits.total
+        count = logits.count
         if self.parts is not None:
             total, count = self.parts.add_up(total, count)
         items = args[0] if args else kwargs.get("num_items_in_batch")
@@ -198,7 +202,9 @@ class TiledHead:
     """Replaces the head's forward: computes the losses of a pass's labels instead of logits."""
 
     def __init__(self, module: Any, loss: TiledLoss, tile_tokens: int) -> None:
-        self.module, self.loss, self.tile_tokens = module, loss, tile_tokens
+        self.module = module
+        self.loss = loss
+        self.tile_tokens = tile_tokens
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, hidden: Tensor) -> Any:
@@ -223,7 +229,8 @@ class LabelledForward:
     """Replaces a model's forward: hands the labels of a training pass to the head."""
 
     def __init__(self, module: Any, loss: TiledLoss) -> None:
-        self.module, self.loss = module, loss
+        self.module = module
+        self.loss = loss
         self.inner = module.__dict__.get("forward")
         self._has_told = False
         self.__signature__ = inspect.signature(module.forward)

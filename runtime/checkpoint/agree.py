@@ -25,7 +25,8 @@ def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own
 
     Raises CheckpointError, with one text on all ranks, if it failed anywhere.
     """
-    result, problem = None, None
+    result = None
+    problem = None
     try:
         result = action()
     except OSError as error:
@@ -65,7 +66,8 @@ class HostChannel:
 
     def __init__(self, comm: Comm) -> None:
         """Make the group. Collective."""
-        self._world_size, self._number = comm.world_size, comm.number
+        self._world_size = comm.world_size
+        self._number = comm.number
         self._group: Any = None
         if self._world_size > 1:
             self._group = comm.new_group(range(self._world_size), backend="gloo", timeout=_TIMEOUT)

@@ -89,8 +89,12 @@ class Checkpointer:
         """Keep what is saved. ``link`` copies snapshots to the host, ``save_weights`` writes all weights.
         ``options`` are those of the config if they are not given. ``is_needed``: see BackgroundSave.
         """
-        self._run, self._sharded, self._shard_step = run, sharded, shard_step
-        self._comm, self._scaler, self._link = sharded.comm, scaler, link
+        self._run = run
+        self._sharded = sharded
+        self._shard_step = shard_step
+        self._comm = sharded.comm
+        self._scaler = scaler
+        self._link = link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
         self._global_batch = effective.config.train_batch_size
@@ -103,11 +107,9 @@ class Checkpointer:
         self._folder: Path | None = None
         """Folder of the last save, or of the checkpoint that the run was resumed from."""
         self.save_weights = save_weights
-        self.wait, self.poll, self.close = (
-            self._background.wait,
-            self._background.poll,
-            self._background.close,
-        )
+        self.wait = self._background.wait
+        self.poll = self._background.poll
+        self.close = self._background.close
 
     def check(self) -> None:
         """Raise CheckpointError if a load has ended half-way: there are values of two states then."""
@@ -142,7 +144,9 @@ class Checkpointer:
         """Save under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
         that is configured, unless ``at_once``. Collective. Raises CheckpointError on every rank.
         """
-        comm, run, options = self._comm, self._run, self._options
+        comm = self._comm
+        run = self._run
+        options = self._options
         steps = run.global_steps
         left = run.accumulated
         if left and comm.rank == 0:
@@ -153,7 +157,8 @@ class Checkpointer:
         self.wait()
         folder = absolute(folder)
         wanted = str(tag) if tag is not None else f"global_step{steps}"
-        node_local, validation = options.use_node_local_storage, options.tag_validation
+        node_local = options.use_node_local_storage
+        validation = options.tag_validation
         owner, chosen = choose_target(comm, folder, wanted, node_local=node_local, validation=validation)
 
         def describe() -> tuple[Source, SaveTarget]:
@@ -213,7 +218,8 @@ class Checkpointer:
         """Return the manifest's entries about the run."""
         from zlaunch import __version__
 
-        run, step = self._run, self._shard_step
+        run = self._run
+        step = self._shard_step
         optimizer = schedule = None
         if step is not None:
             step.take_hyperparameters()
@@ -238,7 +244,9 @@ class Checkpointer:
         self, folder: Path, tag: str, owner: str, facts: Mapping[str, Any], client_state: Any
     ) -> tuple[Source, SaveTarget]:
         """Return what this rank saves, and where to."""
-        rank, step, options = self._comm.rank, self._shard_step, self._options
+        rank = self._comm.rank
+        step = self._shard_step
+        options = self._options
         if step is not None:
             step.wait()
         tensors: dict[str, torch.Tensor] = {}
@@ -313,7 +321,8 @@ class Checkpointer:
         if folder is None:
             return None, {}
         self.wait()
-        folder, node_local = absolute(folder), self._options.use_node_local_storage
+        folder = absolute(folder)
+        node_local = self._options.use_node_local_storage
         tag = str(tag) if tag is not None else None
         told = read_environment().resume_dir  # the launcher's choice, which the script cannot have mistyped
         optional = missing_ok or (told is not None and absolute(told) == folder)
@@ -362,7 +371,8 @@ class Checkpointer:
         """
 
         def read() -> dict[str, Any]:
-            manifest, rank = checkpoint.manifest, self._comm.rank
+            manifest = checkpoint.manifest
+            rank = self._comm.rank
             found = {
                 key: decoded(checkpoint, WHOLE, manifest[key])
                 for key in ("engine", "loss_scaler", "scheduler", "data", "client_state")

@@ -147,7 +147,8 @@ class Snapshots(Checkpointer):
         """Prepare to keep snapshots below ``folder``. Takes a Checkpointer's arguments, too."""
         options = CheckpointSection(asynchronous=True, use_node_local_storage=True)
         super().__init__(*parts, options=options, is_needed=False, **named)
-        self._every, self._copies = int(section.every), int(section.copies)
+        self._every = int(section.every)
+        self._copies = int(section.copies)
         self._memory = folder / f"engine_{next(_numbers)}"
         self._channel: HostChannel | None = None
         self._may_go_on = True
@@ -372,7 +373,8 @@ def make_checkpointer(
     """Make an engine's Checkpointer, with snapshots if the config asks for them and something outlives the
     workers.
     """
-    section, folder = effective.config.checkpoint.in_memory, read_environment().memory_dir
+    section = effective.config.checkpoint.in_memory
+    folder = read_environment().memory_dir
     named["effective"] = effective
     if section is not None and folder is not None:
         make_folder(Path(folder))

@@ -59,7 +59,8 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     ]
     fits = not problems
     if strict:
-        excluded, used = set(checkpoint.manifest["excluded"]), set(sources.values())
+        excluded = set(checkpoint.manifest["excluded"])
+        used = set(sources.values())
         missing = [name for name, source in sources.items() if source not in there and name not in excluded]
         problems += [f"{name} is not in the checkpoint" for name in missing]
         fits = fits and 2 * len(missing) <= len(sources)
@@ -91,7 +92,8 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
         )
     for own, group in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, default in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
-            before, now = bool(group.get(key, default)), bool(own.get(key, default))
+            before = bool(group.get(key, default))
+            now = bool(own.get(key, default))
             if before is not now:
                 raise CheckpointError(
                     f"{checkpoint.folder}: was saved with {key} {before}, but the optimizer has {now}: "
@@ -410,7 +412,8 @@ def restore_shards(
     """Load the values and, with a ``step``, the optimizer's state, without the entries of parameter groups to
     ``keep``. Collective. Raises CheckpointError on every rank; then some values are new and some are old.
     """
-    comm, units = sharded.comm, sharded.units
+    comm = sharded.comm
+    units = sharded.units
 
     def read() -> None:
         saved = checkpoint.manifest["optimizer"]

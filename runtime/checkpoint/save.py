@@ -57,7 +57,8 @@ class Snapshot:
     def __init__(self, link: HostLink) -> None:
         self._link = link
         self._segments: list[Tensor] = []
-        self._current, self._filled = 0, 0
+        self._current = 0
+        self._filled = 0
         self._segment_bytes = _SEGMENT_BYTES
         self._tensors: dict[str, dict[str, list[Tensor]]] = {}
         self._last: Pending = DONE
@@ -110,7 +111,8 @@ class Snapshot:
     def _room(self) -> Tensor:
         """Return what is left of the present segment."""
         if self._segments and self._filled + PAGE_BYTES > self._segments[self._current].numel():
-            self._current, self._filled = self._current + 1, 0
+            self._current = self._current + 1
+            self._filled = 0
         if self._current == len(self._segments):
             self._add_segment()
         return self._segments[self._current][self._filled :]
@@ -177,7 +179,8 @@ class Save:
 
     def __init__(self, source: Source, target: SaveTarget, link: HostLink) -> None:
         self._link = link
-        self._source, self._target = source, target
+        self._source = source
+        self._target = target
         self._comm = source.sharded.comm
         # The age of a checkpoint is that of its state. A save in the background may end after a later one.
         self._taken_at = time.time()
@@ -195,7 +198,8 @@ class Save:
 
     def begin(self, snapshot: Snapshot | None) -> None:
         """Make the files and write what rests on disk; copy the rest to ``snapshot``, if there is one."""
-        exchange, rank = self._comm.exchange, self._comm.rank
+        exchange = self._comm.exchange
+        rank = self._comm.rank
         target = self._target
         all_or_none(exchange, rank, lambda: prepare(target) if target.leader else None)
         try:
@@ -205,7 +209,9 @@ class Save:
             raise
 
     def _begin(self, snapshot: Snapshot | None) -> None:
-        source, target, rank = self._source, self._target, self._comm.rank
+        source = self._source
+        target = self._target
+        rank = self._comm.rank
         blocks = list(_blocks(source, target))
         blocks.sort(key=lambda block: block.resident)
         for block in blocks:
@@ -259,7 +265,8 @@ class Save:
 
     def finish(self, exchange: Exchange) -> Path:
         """Write the rest, put the whole in its place, and return the checkpoint's folder."""
-        rank, target = self._comm.rank, self._target
+        rank = self._comm.rank
+        target = self._target
         try:
             parts = all_or_none(exchange, rank, self._finish)
             all_or_none(exchange, rank, lambda: self._complete(parts) if target.leader else None)
@@ -331,7 +338,8 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     """Return the range of the flat buffer that this rank writes: its shard. Ranks that have the same elements
     write equal parts of them, or where nodes have separate folders, the first such rank of each node all.
     """
-    layout, shards = unit.layout, unit.link.shards
+    layout = unit.layout
+    shards = unit.link.shards
     whole = unit.stop - unit.start == unit.numel
     if target.host is not None:
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
@@ -471,7 +479,10 @@ class BackgroundSave:
         """Write by ``comm`` and ``link``. Where saves are not needed, a failure is a warning, said once until
         one ends well.
         """
-        self._comm, self._link, self._is_needed, self._has_warned = comm, link, is_needed, False
+        self._comm = comm
+        self._link = link
+        self._is_needed = is_needed
+        self._has_warned = False
         self._snapshot: Snapshot | None = None
         self._reserving: threading.Thread | None = None
         self._writing: HostChannel | None = None
@@ -511,7 +522,8 @@ class BackgroundSave:
         if self._reserving is not None:
             self._reserving.join()
         if self._writing is None:
-            self._writing, self._polling = HostChannel(self._comm), HostChannel(self._comm)
+            self._writing = HostChannel(self._comm)
+            self._polling = HostChannel(self._comm)
         try:
             save.begin(self._snapshot)
         except CheckpointError as error:
@@ -561,7 +573,8 @@ class BackgroundSave:
             return
         self._thread.join()
         self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

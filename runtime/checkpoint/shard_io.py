@@ -185,9 +185,11 @@ def _read(
         for _, _, view in tiles:
             pieces: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
             ends = dict.fromkeys(kinds, view.start)
-            pieces[VALUE], ends[VALUE] = [view.master.to(kinds[VALUE])], view.stop
+            pieces[VALUE] = [view.master.to(kinds[VALUE])]
+            ends[VALUE] = view.stop
             for part in slices:
-                low, high = max(part.start, view.start), min(part.stop, view.stop)
+                low = max(part.start, view.start)
+                high = min(part.stop, view.stop)
                 for key, value in part.tensors_in(view, state).items():
                     if low > ends[key]:
                         pieces[key].append(torch.zeros(low - ends[key], dtype=kinds[key]))
@@ -229,7 +231,8 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
     """Load this rank's optimizer state of a unit, whose slices have been split by what is kept for them.
     Raises DiskError, CheckpointError.
     """
-    store, state = unit.store, optimizer.state
+    store = unit.store
+    state = optimizer.state
     assert store is not None
     for part, what in slices:
         group = optimizer.param_groups[part.group]

@@ -155,7 +155,8 @@ def _sentences(
     """Blame nodes where they explain the bad links (with two nodes, nobody can tell), else links."""
     nodes = sorted({link.source for link in links})
     good = [link for link in links if link not in bad]
-    left, said = list(bad), []
+    left = list(bad)
+    said = []
     for verb, touches in zip(words.verbs, _SIDES, strict=True) if len(nodes) > 2 else ():
         for node in nodes:
             own = [link for link in links if touches(link, node)]
@@ -208,8 +209,10 @@ class NetworkBenchmark:
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         """Learn which ranks share a node. No buffer is larger than ``limit_bytes``."""
-        self.device, self.limit_bytes = device, limit_bytes
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.nodes: list[list[int]] = []
         self.hosts: list[str] = []
         """Name the nodes, as each does itself."""

@@ -182,9 +182,11 @@ class Comm:
         """Join the ranks; ``connect`` joins CPU ranks by shared memory, if all of them ``share``; ``mesh``
         makes the link that units are sharded over, by default one of all ranks.
         """
-        self.device, self.number = device, next(_numbers)
+        self.device = device
+        self.number = next(_numbers)
         self._labels = ["a tensor"]
-        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
         self.mesh = MeshShape(self.world_size)
         self.order = Order(self.world_size, len(_CHANNELS))
         self.moved: Counter[str] = Counter()
@@ -205,7 +207,8 @@ class Comm:
         self.experts: RankLink | None = None
         """Joins the ranks that have the same experts, where not all have."""
         self._links: dict[int, RankLink] = {}
-        self.link, join = self._world, None
+        self.link = self._world
+        join = None
         if self.world_size > 1:
             self._world.reduce_group = self.new_group(range(self.world_size))
             waits.start_watch(self.rank, self.world_size)
@@ -365,7 +368,8 @@ class Comm:
 
     def exchange(self, value: object, what: str = "exchanges values with the other ranks") -> list[Any]:
         """Return every rank's picklable ``value``, in rank order."""
-        group, on_host = self._world.gather_group, self.device.type == "cpu"
+        group = self._world.gather_group
+        on_host = self.device.type == "cpu"
         return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)
 
     def barrier(self) -> None:

@@ -39,7 +39,8 @@ from .pending import Key, Waits, waits
 
 _LOOKS = 3
 """Looks at one place after which it is told."""
-_MOST_COLLECTIVES, _MOST_CHARS = 3, 200
+_MOST_COLLECTIVES = 3
+_MOST_CHARS = 200
 """Limits what is told, so that an event is written at once."""
 
 
@@ -82,7 +83,8 @@ def recorded_collectives() -> tuple[list[tuple[str, int, str]], dict[str, int]]:
         for entry in json.loads(dump())["entries"]:
             if entry["is_p2p"]:
                 continue
-            group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+            group = str(entry["process_group"][0])
+            number = int(entry["collective_seq_id"])
             begun[group] = max(number, begun.get(group, 0))
             if not entry["retired"] and entry["state"] != "completed":
                 sizes = ", ".join(str(size) for size in entry["input_sizes"])[:_MOST_CHARS]
@@ -136,7 +138,9 @@ class DeadlockWatch:
     """
 
     def __init__(self, waits: Waits, rank: int, world_size: int) -> None:
-        self._waits, self._rank, self._world_size = waits, rank, world_size
+        self._waits = waits
+        self._rank = rank
+        self._world_size = world_size
         self._store: Any = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
         self._standing = Standing(waits) if read_environment().event_fd is not None else None
         self._ended = threading.Event()
@@ -156,7 +160,8 @@ class DeadlockWatch:
         published = False
         while not self._ended.wait(PERIOD_S):
             try:
-                before, now = now, self._blocked(now)
+                before = now
+                now = self._blocked(now)
                 if self._standing is not None:
                     self._standing.look("" if now is None else now.what)
                 if now is None or before is None or now.wait != before.wait:

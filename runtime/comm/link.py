@@ -15,7 +15,8 @@ from .shared_memory import PeerMemory
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-GATHER, REDUCE = 0, 1
+GATHER = 0
+REDUCE = 1
 """Number the channels: collectives of one kind are issued in one order on all ranks."""
 Note = tuple[Key, str]
 """Names a collective for the watch: its key, and what this rank does in words."""
@@ -31,12 +32,15 @@ class RankLink:
     def __init__(
         self, device: torch.device, size: int, position: int, gather_group: Any, reduce_group: Any
     ) -> None:
-        self.device, self.size, self.position = device, size, position
+        self.device = device
+        self.size = size
+        self.position = position
         self.shards = size
         """Counts the equal parts that a unit is cut into; this rank keeps part ``position``."""
         self.pieces = size
         """Counts the equal pieces in which a unit travels, a multiple of ``shards``."""
-        self.gather_group, self.reduce_group = gather_group, reduce_group
+        self.gather_group = gather_group
+        self.reduce_group = reduce_group
         self.shared: PeerMemory | None = None
         self._native_reduce_scatter = device.type != "cpu"
 

@@ -137,7 +137,8 @@ class StageLink(RankLink):
 # -- choice -----------------------------------------------------------------------------------------
 
 
-_BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 24
+_BYTES = 1 << 20
+_BYTES_ON_GPU = 1 << 24
 _REPEATS = 3
 GRADIENTS = "zero_quantized_gradients"
 _SLOWER = 0.7
@@ -170,7 +171,8 @@ class ShardGroup:
 
 def find_shard_group(config: Config) -> ShardGroup | None:
     """Return what a config asks for; None for all ranks, without quantisation."""
-    zero, found = config.zero_optimization, []
+    zero = config.zero_optimization
+    found = []
     if zero.mics_shard_size > 0:
         found.append(ShardGroup("zero_optimization.mics_shard_size", zero.mics_shard_size, False))
     if (copies := zero.zero_hpz_partition_size) > 1:
@@ -178,8 +180,10 @@ def find_shard_group(config: Config) -> ShardGroup | None:
     if zero.shard_group != "world":
         size = zero.shard_group
         found.append(ShardGroup("zero_optimization.shard_group", size, size == "auto"))
-    weights, frozen = zero.zero_quantized_weights, zero.zero_quantized_nontrainable_weights
-    gradients, loco = zero.zero_quantized_gradients, zero.zeropp_loco_param
+    weights = zero.zero_quantized_weights
+    frozen = zero.zero_quantized_nontrainable_weights
+    gradients = zero.zero_quantized_gradients
+    loco = zero.zeropp_loco_param
     if not found and not (weights or frozen or gradients):
         return None
     inside = Quantization(weights, weights or frozen, 8 if gradients else 0)
@@ -226,7 +230,8 @@ def make_link(
         division = divide(wanted.size, wanted.key, nodes)
     if division.count == 1:
         return _one_hop(wanted, comm, join)
-    inner, outer = _group(comm, division.shard_groups()), _group(comm, division.replica_groups())
+    inner = _group(comm, division.shard_groups())
+    outer = _group(comm, division.replica_groups())
     if wanted.size == "auto":
         inside, between = (_bandwidth(comm, link) for link in (inner, outer))
         speeds = f"{inside / 1e9:.3g} GB/s in a node, {between / 1e9:.3g} GB/s between nodes"

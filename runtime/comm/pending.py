@@ -78,7 +78,8 @@ class Waits:
             return
         outer = self.now
         self._count += 1
-        self.now, start = (self._count, key, what), time.perf_counter()
+        self.now = (self._count, key, what)
+        start = time.perf_counter()
         try:
             yield
         finally:
@@ -100,7 +101,8 @@ class Waits:
 
     def stop_watch(self) -> None:
         """End the watch."""
-        watch, self._watch = self._watch, None
+        watch = self._watch
+        self._watch = None
         if watch is not None:
             watch.stop()
         self.verdict = None
@@ -150,7 +152,8 @@ class _Then(Pending):
     __slots__ = ("_function", "before")
 
     def __init__(self, before: Pending, function: Callable[[], object]) -> None:
-        self.before, self._function = before, function
+        self.before = before
+        self._function = function
 
     @property
     def ready(self) -> bool:
@@ -158,7 +161,9 @@ class _Then(Pending):
 
     def wait(self) -> None:
         self.before.wait()
-        function, self._function, self.before = self._function, _nothing, DONE
+        function = self._function
+        self._function = _nothing
+        self.before = DONE
         function()
 
 
@@ -198,7 +203,10 @@ class Work(Pending):
     __slots__ = ("_keep", "_key", "_what", "work")
 
     def __init__(self, work: Any, key: Key, what: str, *keep: Tensor) -> None:
-        self.work, self._key, self._what, self._keep = work, key, what, keep
+        self.work = work
+        self._key = key
+        self._what = what
+        self._keep = keep
 
     @property
     def ready(self) -> bool:
@@ -211,7 +219,8 @@ class Work(Pending):
             waits.on_stream(self.work.wait)  # the stream waits, not the host
         else:
             await_work(self.work, self._key, self._what)
-        self.work, self._keep = None, ()
+        self.work = None
+        self._keep = ()
 
 
 class Noted(Pending):
@@ -220,7 +229,9 @@ class Noted(Pending):
     __slots__ = ("_key", "_transfer", "_what")
 
     def __init__(self, transfer: Pending, key: Key, what: str) -> None:
-        self._transfer, self._key, self._what = transfer, key, what
+        self._transfer = transfer
+        self._key = key
+        self._what = what
 
     @property
     def ready(self) -> bool:

@@ -157,7 +157,8 @@ def _abort() -> None:
     """End NCCL's communicators at once. gloo's end with the process: destroying one waits for it."""
     if not dist.is_initialized() or not dist.is_nccl_available():
         return
-    device, backends = torch.device("cuda"), []
+    device = torch.device("cuda")
+    backends = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with suppress(RuntimeError):  # it has none for GPUs
             backend = group._get_backend(device)

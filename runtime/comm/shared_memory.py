@@ -86,7 +86,8 @@ class Chunk:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.memory = mmap.mmap(fd, nbytes)
-        self.nbytes, self.used = nbytes, 0
+        self.nbytes = nbytes
+        self.used = 0
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
@@ -95,7 +96,8 @@ class Chunk:
         """Unmap another rank's pages from this process: they stay where they are, and no longer count as
         memory of this process too.
         """
-        start, stop = offset // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
+        start = offset // _PAGE * _PAGE
+        stop = -(-(offset + nbytes) // _PAGE) * _PAGE
         self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
@@ -103,7 +105,8 @@ class Peer:
     """Represents the other end of one connection."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.connection = rank, connection
+        self.rank = rank
+        self.connection = connection
         self.chunks: dict[int, Chunk] = {}
         self.ready: dict[tuple[int, int], tuple[int, int, Identity]] = {}
         """Maps a collective (channel, sequence number) to where this peer's part is, chunk and offset, and to
@@ -119,7 +122,9 @@ CHUNK_BYTES = 1 << 30
 """Sets the address space by which the arena grows at a time; only pages that are written take memory."""
 _MESSAGE = struct.Struct("<cBQQQIQ")
 """Packs kind, channel, sequence number, chunk, offset in bytes (for CHUNK: its size), label, elements."""
-_READY, _DONE, _CHUNK = b"R", b"D", b"C"
+_READY = b"R"
+_DONE = b"D"
+_CHUNK = b"C"
 _LOOK_S = 1.0
 """Sets how often a waiting rank asks whether it waits in vain."""
 
@@ -138,7 +143,10 @@ class PeerTransfer(Pending):
         exclusive: bool,
         then: Callable[[], PeerTransfer] | None,
     ) -> None:
-        self._shared, self.key, self._read, self._then = shared, key, read, then
+        self._shared = shared
+        self.key = key
+        self._read = read
+        self._then = then
         self.identity = identity
         self._exclusive = exclusive
         """Tells whether this rank's part may change once the transfer has been waited for."""
@@ -204,8 +212,11 @@ class SharedMemory:
         while this rank waits, and may raise. Messages count the ranks from ``first``.
         """
         self._first = first
-        self._describe, self._check = describe, check
-        self.rank, self.world_size, self._timeout_s = rank, len(connections) + 1, timeout_s
+        self._describe = describe
+        self._check = check
+        self.rank = rank
+        self.world_size = len(connections) + 1
+        self._timeout_s = timeout_s
         self._peers = {other: Peer(other, connections[other]) for other in sorted(connections)}
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
@@ -271,7 +282,8 @@ class SharedMemory:
     def _gather(
         self, key: tuple[int, int], full: Tensor, source: Tensor, label: int, exclusive: bool
     ) -> PeerTransfer:
-        numel, dtype = source.numel(), source.dtype
+        numel = source.numel()
+        dtype = source.dtype
 
         def read(peer: Peer, chunk: int, offset: int) -> None:
             part = peer.chunks[chunk].tensor(offset, numel, dtype)
@@ -296,7 +308,9 @@ class SharedMemory:
         label: int,
         then: Callable[[], PeerTransfer] | None = None,
     ) -> PeerTransfer:
-        numel, dtype, start = shard.numel(), bucket.dtype, self.rank * shard.numel()
+        numel = shard.numel()
+        dtype = bucket.dtype
+        start = self.rank * shard.numel()
         own = bucket[start : start + numel]
         in_place = own.data_ptr() == shard.data_ptr()
         todo: list[Tensor] = [] if in_place else [own]
@@ -355,7 +369,8 @@ class SharedMemory:
         """Raise RankMismatchError if a peer's part of a collective is about something else."""
         if key not in self._transfers or key not in peer.ready:
             return
-        mine, other = self._transfers[key].identity, peer.ready[key][2]
+        mine = self._transfers[key].identity
+        other = peer.ready[key][2]
         if mine != other:
             raise RankMismatchError(
                 f"rank {self._first + peer.rank} {self._describe(key[0], other)}, while rank "
@@ -447,7 +462,8 @@ class SharedMemory:
         """Raise PeerLost if one of ``ranks``, which this rank waits for, has ended."""
         gone = [rank for rank in ranks if self._peers[rank].gone]
         if gone:
-            lost, mine = self._first + gone[0], self._first + self.rank
+            lost = self._first + gone[0]
+            mine = self._first + self.rank
             raise PeerLost(f"rank {lost} exited while rank {mine} needs its tensors")
 
     def present(self, ranks: set[int]) -> set[int]:

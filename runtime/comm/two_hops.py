@@ -86,8 +86,10 @@ class _Relayed(Pending):
     __slots__ = ("_advance_all", "_note", "left", "present")
 
     def __init__(self, hops: Sequence[Hop], note: Note, advance_all: Callable[[], None]) -> None:
-        self.left, self.present = deque(hops), DONE
-        self._note, self._advance_all = note, advance_all
+        self.left = deque(hops)
+        self.present = DONE
+        self._note = note
+        self._advance_all = advance_all
 
     def begin_next(self) -> None:
         self.present.wait()
@@ -232,7 +234,8 @@ class PackedLink(RankLink):
         return super().all_gather(rows, own, label, note).then(unpack)
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
-        bits, s = self.quantization.gradient_bits, bucket.numel() // self.size
+        bits = self.quantization.gradient_bits
+        s = bucket.numel() // self.size
         if not bits or self.size == 1 or self.shared is not None:
             self._add(bucket.nbytes)
             return super().reduce_scatter(shard, bucket, label, note)
@@ -265,7 +268,8 @@ class PackedLink(RankLink):
         """Return the error of a unit, zeros at first and every so often; None without error feedback."""
         if self.quantization.beta is None:
             return None
-        error, count = self._errors.get(label), self._count.get(label, 0)
+        error = self._errors.get(label)
+        count = self._count.get(label, 0)
         if error is None or error.dtype != bucket.dtype:  # passes that are added up are sent in fp32
             error = self._errors[label] = torch.zeros_like(bucket)
         elif count % self.quantization.reset_every == 0:
@@ -277,7 +281,8 @@ class PackedLink(RankLink):
 # -- two hops ---------------------------------------------------------------------------------------
 
 
-INSIDE, BETWEEN = "inside", "between"
+INSIDE = "inside"
+BETWEEN = "between"
 _Key = tuple[int, bool]
 """Identifies a copy: a unit's label, and whether it is rounded."""
 
@@ -292,7 +297,10 @@ class TwoHops(RankLink):
 
     def __init__(self, world: RankLink, inner: PackedLink, outer: PackedLink, *, over_all: bool) -> None:
         super().__init__(world.device, inner.size, inner.position, None, None)
-        self.world, self.inner, self.outer, self.over_all = world, inner, outer, over_all
+        self.world = world
+        self.inner = inner
+        self.outer = outer
+        self.over_all = over_all
         self.shared = inner.shared
         self.pieces = max(inner.pieces * outer.size, outer.pieces * inner.size)
         if over_all:
@@ -308,7 +316,8 @@ class TwoHops(RankLink):
         """Lists the copies that have the present values."""
         self._dropped: list[Tensor] = []
         """Keeps copies that no rank reads any more after the next drain."""
-        self._gathers, self._reductions = Relay(self.advance), Relay(self.advance)
+        self._gathers = Relay(self.advance)
+        self._reductions = Relay(self.advance)
         waits.helpers.add(self)
         self._sides: dict[int, torch.cuda.Stream] = {}
 
@@ -321,7 +330,8 @@ class TwoHops(RankLink):
         if not self.over_all:
             hops = [lambda: self.inner.all_gather(full, source, label, note, rounded)]
             return self._run(self._gathers, hops, note, full)
-        s, key = source.numel(), (label, rounded)
+        s = source.numel()
+        key = (label, rounded)
         part = full.numel() // self.inner.size
         in_place = source.data_ptr() == full[self.position * s :].data_ptr()
         if in_place:
@@ -338,7 +348,8 @@ class TwoHops(RankLink):
         return self._run(self._gathers, hops, note, full)
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int, note: Note) -> Pending:
-        numel, dtype = bucket.numel() // self.inner.size, self.inner.reduced_dtype(bucket.dtype)
+        numel = bucket.numel() // self.inner.size
+        dtype = self.inner.reduced_dtype(bucket.dtype)
         part = torch.empty(numel, dtype=dtype, device=bucket.device)
         # what travels has the width of what the caller sends
         sent = part if dtype == bucket.dtype else torch.empty_like(part, dtype=bucket.dtype)

@@ -233,10 +233,12 @@ def cross(config: Config, report: ConfigReport) -> Config:
 
 def _optimizer(config: Config, report: ConfigReport) -> None:
     """Report keys that the optimizer of the config does not go with; the engine checks a script's own."""
-    section, zero = config.optimizer, config.zero_optimization
+    section = config.optimizer
+    zero = config.zero_optimization
     if section is None or not isinstance(section.params, dict):
         return
-    kind, params = section.type, section.params
+    kind = section.type
+    params = section.params
     wide = params.get("state_dtype") in (None, "fp32")
     on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
     at = "optimizer.params.state_dtype"
@@ -291,7 +293,8 @@ def _local_steps(config: Config, report: ConfigReport) -> Config:
     """Fill in the most local steps of ZeroOneAdam, where they are not given: DeepSpeed's where there may be
     any.
     """
-    section, zero = config.optimizer, config.zero_optimization
+    section = config.optimizer
+    zero = config.zero_optimization
     if section is None or section.type != "ZeroOneAdam" or not isinstance(section.params, dict):
         return config
     if section.params.get("local_step_clipper") is not None:
@@ -334,7 +337,8 @@ def _precision(config: Config, report: ConfigReport) -> None:
 
 def _narrow(config: Config, report: ConfigReport, mode: str, is_open: bool) -> None:
     """Report contradictions between the keys of what is kept in fewer than 32 bits."""
-    grad, zero = config.data_types.grad_accum_dtype, config.zero_optimization
+    grad = config.data_types.grad_accum_dtype
+    zero = config.zero_optimization
     on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
     at = "data_types.grad_accum_dtype"
     if grad not in (None, "fp32", mode) and not is_open:
@@ -350,7 +354,9 @@ def _narrow(config: Config, report: ConfigReport, mode: str, is_open: bool) -> N
 
 def _axes(config: Config, report: ConfigReport) -> Config:
     """Report contradictions between the keys of the mesh; return the config with its shard group settled."""
-    parallel, own, problems = config.parallel, config.tensor_parallel, report.problems
+    parallel = config.parallel
+    own = config.tensor_parallel
+    problems = report.problems
     if 1 < own.autotp_size != parallel.tensor > 1:
         problems.append(("parallel.tensor", "contradicts tensor_parallel.autotp_size: give one of them"))
     if 1 < config.sequence_parallel_size != parallel.sequence > 1:
@@ -371,7 +377,8 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         report.warnings.append(
             ("tensor_parallel.vocab_parallel_loss", "no effect: tensor parallelism is off")
         )
-    stages, zero = pipeline_size(config), config.zero_optimization
+    stages = pipeline_size(config)
+    zero = config.zero_optimization
     if 1 < parallel.pipeline != stages:
         problems.append(("parallel.pipeline", "contradicts pipeline.stages: give one of them"))
     if stages > 1:
@@ -395,7 +402,8 @@ def _axes(config: Config, report: ConfigReport) -> Config:
 
 def _refuse_with_axes(config: Config, report: ConfigReport, feature: str) -> None:
     """Report keys that do not go with ranks that have parts of layers."""
-    zero, shards = config.zero_optimization, "zero_optimization"
+    zero = config.zero_optimization
+    shards = "zero_optimization"
     refused = {
         f"{shards}.shard_group": zero.shard_group != "world",
         "parallel.shard_group": config.parallel.shard_group not in (None, "world"),
@@ -414,7 +422,8 @@ def _refuse_with_axes(config: Config, report: ConfigReport, feature: str) -> Non
 
 def _shard_groups(config: Config, report: ConfigReport) -> None:
     """Report contradictions between the keys of groups of ranks, and of what is quantised."""
-    zero, here = config.zero_optimization, "zero_optimization"
+    zero = config.zero_optimization
+    here = "zero_optimization"
     is_open = f"{here}.stage" in report.auto
     groups = {
         "shard_group": zero.shard_group != "world",
@@ -432,7 +441,8 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
             report.problems.append((f"{here}.{name}", why))
     if zero.zero_quantized_gradients and zero.stage == 0 and not is_open:
         report.problems.append((f"{here}.zero_quantized_gradients", "needs stage 1, 2 or 3, not 0"))
-    loco, at = zero.zeropp_loco_param, f"{here}.zeropp_loco_param"
+    loco = zero.zeropp_loco_param
+    at = f"{here}.zeropp_loco_param"
     if loco is None:
         return
     if not zero.zero_quantized_gradients:
@@ -446,7 +456,8 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
 
 def _backward_step(config: Config, report: ConfigReport) -> None:
     """Report what does not go with steps inside the backward pass."""
-    zero, at = config.zero_optimization, "zero_optimization.step_in_backward"
+    zero = config.zero_optimization
+    at = "zero_optimization.step_in_backward"
     if not zero.step_in_backward:
         if zero.step_in_backward_clipping != "previous_norm":
             report.warnings.append((f"{at}_clipping", "no effect: step_in_backward is false"))
@@ -487,7 +498,8 @@ def _offload(config: Config, report: ConfigReport) -> Config:
     is_open = "zero_optimization.stage" in report.auto
     if zero.offload_param is not None and zero.stage != 3 and not is_open:
         if zero.offload_param.device != "none":
-            here, why = "zero_optimization.offload_param", "ignored: only stage 3 shards parameters"
+            here = "zero_optimization.offload_param"
+            why = "ignored: only stage 3 shards parameters"
             report.warnings.append((here, f"{why}, and this is stage {zero.stage}"))
             report.dropped[here] = why
         # gone, so that nothing that reads it later has to think of the stage
@@ -710,7 +722,8 @@ def _validate(model: type[S], data: dict[str, Any], path: str, report: ConfigRep
 
 
 def _message(item: dict[str, Any], path: str) -> str:
-    kind, value = item["type"], item["input"]
+    kind = item["type"]
+    value = item["input"]
     context = item.get("ctx") or {}
     if kind == "missing":
         return f"is required{required_form(path)}"
@@ -733,12 +746,14 @@ def _message(item: dict[str, Any], path: str) -> str:
 
 def _drop(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
     """Delete what `loc` names, or the innermost object around it that holds it."""
-    parent, name = data, loc[0]
+    parent = data
+    name = loc[0]
     for part in loc[1:]:
         inner = parent.get(str(name))
         if not isinstance(inner, dict) or part not in inner:
             break
-        parent, name = inner, part
+        parent = inner
+        name = part
     parent.pop(str(name), None)
 
 

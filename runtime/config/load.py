@@ -171,7 +171,8 @@ class ConfigError(ZlaunchError, ValueError):
     """Everything that is wrong with a config, one problem a line; ``warnings`` were found beside them."""
 
     def __init__(self, problems: Sequence[str], warnings: Sequence[str] = ()) -> None:
-        self.problems, self.warnings = tuple(problems), tuple(warnings)
+        self.problems = tuple(problems)
+        self.warnings = tuple(warnings)
         super().__init__("\n".join(problems))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -123,7 +123,8 @@ def mesh_shape(config: HasAxes, world_size: int) -> MeshShape:
         "expert": (expert_size(config), "expert_parallel.autoep_size"),
         "pipeline": (pipeline_size(config), "pipeline.stages"),
     }
-    left, taken = world_size, ""
+    left = world_size
+    taken = ""
     for name, (size, other_key) in sizes.items():
         key = f"parallel.{name}" if getattr(parallel, name) > 1 else other_key
         _check_divides(key, size, left, f"{world_size} ranks{taken}", world_size // left)

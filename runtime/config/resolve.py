@@ -270,7 +270,8 @@ def _params(
     """Settle "auto" in the arguments of the optimizer and the scheduler."""
     problems = []
     opened = {part: sorted(_auto_params(loaded, part)) for part in ("optimizer", "scheduler")}
-    optimizer, scheduler = values["optimizer"], values["scheduler"]
+    optimizer = values["optimizer"]
+    scheduler = values["scheduler"]
     defaults = OPTIMIZER_DEFAULTS[optimizer["type"]] if optimizer else {"lr": 1e-3}
     for name in opened["optimizer"] if optimizer else ():
         path = f"optimizer.params.{name}"

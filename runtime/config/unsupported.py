@@ -64,7 +64,8 @@ def _model(
     """Make the model of a section; while its ``switch`` has its default, its other keys say nothing."""
     base = OpenSection if is_open else Section
     made: Any = create_model(name, __base__=base, __module__=__name__, __doc__=text, **keys)
-    made.level, made.gate = level, switch
+    made.level = level
+    made.gate = switch
     return made
 
 

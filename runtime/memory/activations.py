@@ -32,7 +32,8 @@ from .model import ModelSizes, described
 # Estimates the memory of a transformer's activations by a formula.
 
 
-_WHOLE_BYTES, _SHARED_BYTES = 10, 24
+_WHOLE_BYTES = 10
+_SHARED_BYTES = 24
 """Count the bytes that a transformer layer keeps for each element of its input in 16 bits, with an attention
 that keeps no matrix of scores, on each rank and on the ranks that share the layer together (Korthikanti et
 al., 2022, equation 2 without its last term).
@@ -223,8 +224,10 @@ def on_fake_tensors(
     """Return ``run`` of a model whose tensors are fake and of a dtype, as all that it makes; None where the
     model has no blocks to be checkpointed. Raises MemoryPlanError.
     """
-    before, log = torch.get_default_dtype(), logging.getLogger("torch._subclasses.fake_tensor")
-    level, first = log.level, None
+    before = torch.get_default_dtype()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    first = None
     torch.set_default_dtype(dtype)
     log.setLevel(logging.CRITICAL)  # it writes a traceback of what is raised here
     try:
@@ -318,7 +321,8 @@ def _whole_sequences() -> Iterator[None]:
     """Let transformers take the tokens of a sample for one sequence. It looks for several in the positions,
     which fake tensors cannot show, and would make a mask that a real step does without.
     """
-    name, masks = "find_packed_sequence_indices", sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    masks = sys.modules.get("transformers.masking_utils")
     before = getattr(masks, name, None)
     if masks is None or before is None:
         yield

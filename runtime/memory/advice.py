@@ -40,7 +40,8 @@ def find_holders(
             if each.device.type != device.type:
                 continue
             storage = each.untyped_storage()
-            key, nbytes = int(storage._cdata), storage.nbytes()
+            key = int(storage._cdata)
+            nbytes = storage.nbytes()
             shape = f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
         except Exception:  # a tensor without memory of its own: fake, functional, of a subclass
             continue
@@ -77,7 +78,8 @@ def _labels(units: Iterable[Unit], optimizer: torch.optim.Optimizer | None) -> d
 
 
 _HOST_WORDS = "DefaultCPUAllocator: can't allocate memory"
-_MOST_HOLDERS, _LEAST_SHARE = 5, 0.01
+_MOST_HOLDERS = 5
+_LEAST_SHARE = 0.01
 """The holders that are named: so many at most, each with such a share of the largest one."""
 _WORTH_IT = 0.25
 """The share of what was asked for that a change has to save where none saves it all."""
@@ -129,7 +131,8 @@ class MemoryAdviser:
 
     def _allocated(self) -> str:
         if self.device.type == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            allocated = torch.cuda.memory_allocated()
+            reserved = torch.cuda.memory_reserved()
             whole = torch.cuda.mem_get_info()[1]
             text = f"allocated {shown_bytes(allocated)} of {shown_bytes(whole)}"
             return f"{text} ({shown_bytes(reserved)} reserved by the allocator)"

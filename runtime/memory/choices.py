@@ -154,7 +154,8 @@ def compare(
             continue
         if kept.is_narrow and choice.optimizer is Tier.DISK:
             continue
-        blocks, freed = model.blocks_at(choice.stage), 0
+        blocks = model.blocks_at(choice.stage)
+        freed = 0
         if activations is not None and not choice.checkpointed:
             freed = _BLOCKS_OF_BUCKETS * activations.plain // len(blocks)
         setting = Setting(

@@ -169,7 +169,8 @@ def _parameters(s: Setting) -> Amounts:
     everything = s.trainable + s.frozen
     if s.stage < 3:
         return Amounts(device=everything * s.dtype_bytes)
-    root, rest = s.blocks[0] if s.blocks else 0, s.blocks[1:]
+    root = s.blocks[0] if s.blocks else 0
+    rest = s.blocks[1:]
     copied = -(-everything // s.copy_shards) if s.copy_shards else 0
     gathered = Amounts(device=(root + 2 * max(rest, default=0) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)
@@ -330,7 +331,8 @@ def describe(s: Setting, free: Amounts, present: Amounts, of_token: Activations 
     the model takes before ``initialize``, ``of_token`` what a token's activations take, where known.
     """
     found = plan(s)
-    total, most = found.total, peak(s, present)
+    total = found.total
+    most = peak(s, present)
     parts = (found.parameters.device, found.gradients.device, found.optimizer.device)
     unit, shown, *each = _in_one_unit(total.device, *parts, most.device)
     of = "" if s.device_is_host else "GPU "

@@ -81,7 +81,8 @@ def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: i
     """Describe a transformer by its number of parameters, its width and its depth. A layer has 12 times the
     square of the width (Kaplan et al., 2020, table 1); without both it is one block. Raises MemoryPlanError.
     """
-    total, layer = int(params), 12 * hidden * hidden if hidden is not None else 0
+    total = int(params)
+    layer = 12 * hidden * hidden if hidden is not None else 0
     size, unit = next((each for each in _UNITS if total >= each[0]), _UNITS[-1])
     name = f"a model of {total / size:.4g}{unit} parameters"
     if hidden is None or layers is None:
@@ -201,7 +202,8 @@ def _find(target: str) -> Builder:
     if place.endswith(".py") and not Path(place).is_file():
         raise MemoryPlanError(f"{place}: no such file")
     sys.path.insert(0, "")
-    own, sys.argv = sys.argv, [place]  # a script's arguments are not ours
+    own = sys.argv
+    sys.argv = [place]  # the script must not read our arguments
     try:
         if place.endswith(".py"):
             # not the file's own name: a model in `json.py` must not take the place of that module
@@ -334,7 +336,8 @@ def _cut(model: nn.Module, mesh: MeshShape, *, with_experts: bool) -> set[int]:
             parameter.data = parameter.detach().new_empty(box_shape(boxes[id(parameter)][0]))
     if not with_experts:
         for name, forward in work.forwards.items():
-            forward.name, work.modules[name].forward = name, forward
+            forward.name = name
+            work.modules[name].forward = forward
         for module, key, value in work.settings:
             setattr(module, key, value)
     return set(of_experts)
@@ -345,7 +348,8 @@ def _heaviest_stage(model: nn.Module, blocks: Blocks, stages: int) -> Blocks:
     name, layers = find_line(model)
     line = Line(model, name, layers, stages)
     line.bounds = divide(weights_of(model, layers), stages, "best")
-    owners, found = owners_of(line), list[Blocks]()
+    owners = owners_of(line)
+    found = list[Blocks]()
     for stage in range(stages):
         root, *rest = ([p for p in block if stage in owners[id(p)]] for block in blocks)
         found.append([root, *filter(None, rest)])

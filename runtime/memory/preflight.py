@@ -56,7 +56,8 @@ def available(device: torch.device, offload: OffloadOptions, local_world_size: i
 
 def other_drive_bytes(offload: OffloadOptions, local_world_size: int) -> int | None:
     """Return the free bytes for the parameters where their drive is not the optimizer's, else None."""
-    one, other = offload.optimizer_path, offload.parameters_path
+    one = offload.optimizer_path
+    other = offload.parameters_path
     if not one or not other or os.stat(_existing(one)).st_dev == os.stat(_existing(other)).st_dev:
         return None
     return _free_on(other) // local_world_size
@@ -163,10 +164,12 @@ def preflight(
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:
     """Return the bytes of a state's element, in the mean over the parameters."""
-    total, numel = 0.0, 0
+    total = 0.0
+    numel = 0
     for group in [] if optimizer is None else optimizer.param_groups:
         count = sum(placeholder.shape_of(p).numel() for p in group["params"])
-        total, numel = total + count * STATE_BYTES[group.get("state_dtype") or "fp32"], numel + count
+        total = total + count * STATE_BYTES[group.get("state_dtype") or "fp32"]
+        numel = numel + count
     return total / numel if numel else STATE_BYTES["fp32"]
 
 

@@ -138,7 +138,8 @@ def step_time(
     missing = tuple(f.name for f in fields(Speeds) if f.name in needed and getattr(speeds, f.name) is None)
     if missing:
         return StepTime(None, None, missing)
-    total, waits = 0.0, dict.fromkeys(BOUNDS, 0.0)
+    total = 0.0
+    waits = dict.fromkeys(BOUNDS, 0.0)
     for phase in phases:
         taken = dict.fromkeys(BOUNDS, 0.0)
         for name, amount in phase.items():
@@ -156,13 +157,16 @@ def _phases(
     """Yield what each phase asks of what, by the fields of Speeds: operations of a rank, bytes of a rank
     on the links, bytes of a machine in its memory and on its drives.
     """
-    ranks, gpus = machines.world_size, machines.gpus
-    trainable, everything = sum(model.blocks), model.numel
+    ranks = machines.world_size
+    gpus = machines.gpus
+    trainable = sum(model.blocks)
+    everything = model.numel
     ring = dtype_bytes * (ranks - 1) / ranks
     own = trainable / ranks if choice.stage >= 1 else float(trainable)
     values = everything / ranks * dtype_bytes
     """Counts the bytes of a rank's parameters where they are sharded."""
-    away, on_disk = choice.optimizer is not Tier.DEVICE, choice.optimizer is Tier.DISK
+    away = choice.optimizer is not Tier.DEVICE
+    on_disk = choice.optimizer is Tier.DISK
 
     forward, backward, step = (dict.fromkeys(OPTIONS, 0.0) for _ in range(3))
     forward["compute"] = work.forward

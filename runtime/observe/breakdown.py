@@ -28,7 +28,10 @@ class WallClockBreakdown:
     """
 
     def __init__(self, monitor: Monitor, every: int, *, prints: bool, on_gpu: bool) -> None:
-        self._monitor, self._every, self._prints, self._on_gpu = monitor, every, prints, on_gpu
+        self._monitor = monitor
+        self._every = every
+        self._prints = prints
+        self._on_gpu = on_gpu
         self._unprinted: deque[TimedStep] = deque()
 
     def after_step(self, step: TimedStep) -> None:
@@ -53,7 +56,8 @@ class MemoryBreakdown:
     """Prints this process's memory every ``every`` steps: ``memory_breakdown``."""
 
     def __init__(self, every: int, *, on_gpu: bool) -> None:
-        self._every, self._on_gpu = every, on_gpu
+        self._every = every
+        self._on_gpu = on_gpu
 
     def after_step(self, step: TimedStep) -> None:
         """Take a step that has just been made."""
@@ -107,7 +111,9 @@ class StepTrace:
     def __init__(self, first: int, last: int, path: Path, *, on_gpu: bool) -> None:
         """Record into ``path``, a name that ends in ``.json.gz``. Steps are counted from here."""
         StepTrace.is_taken = True
-        self._first, self._last, self._path = first, last, path
+        self._first = first
+        self._last = last
+        self._path = path
         self._made = 0
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._profile = profile(activities=activities)
@@ -142,7 +148,8 @@ class StepTrace:
             fail(f"no trace: the run ended at step {self._made}, before step {self._first}")
         if not self.is_on:
             return
-        self.is_on, self._is_done = False, True
+        self.is_on = False
+        self._is_done = True
         try:
             self._profile.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,8 @@ import torch
 from ..comm.pending import waits
 
 PARTS = ("forward", "backward", "step")
-COMMUNICATION, DISK = "communication", "disk"
+COMMUNICATION = "communication"
+DISK = "disk"
 _Mark = float | torch.cuda.Event
 _MOST_SPANS = 1000
 """Spans of one step, after which those that are known are added up."""
@@ -73,7 +74,8 @@ class TimedPart:
     __slots__ = ("_clock", "_name", "_outer", "_start")
 
     def __init__(self, clock: StepClock, name: str) -> None:
-        self._clock, self._name = clock, name if name != "forward" or torch.is_grad_enabled() else ""
+        self._clock = clock
+        self._name = name if name != "forward" or torch.is_grad_enabled() else ""
 
     def __enter__(self) -> None:
         if self._name:
@@ -105,7 +107,8 @@ class StepClock:
         """Are called at the end of each step."""
         self.on_jump: Callable[[], None] = _nothing
         """Is called at the end of a step before which a checkpoint was loaded."""
-        self._counters, self._waited = counters, tuple(waited.items())
+        self._counters = counters
+        self._waited = tuple(waited.items())
         self._last = self._mark()
         self._step = TimedStep(counters()[0])
         self._part = "rest"
@@ -129,7 +132,8 @@ class StepClock:
 
     def _enter(self, name: str) -> tuple[str, _Mark]:
         """Begin a part; return the one around it, and the mark."""
-        outer, self._part = self._part, name
+        outer = self._part
+        self._part = name
         if self.on_gpu:  # of several engines, the one that works now
             waits.on_stream = self._on_stream
         self._add_waits(outer)
@@ -150,9 +154,11 @@ class StepClock:
     def _add_waits(self, part: str) -> None:
         """Add what has been waited since the last call, in that part."""
         for name, read in self._waited:
-            seconds, before = read(), self._before[name]
+            seconds = read()
+            before = self._before[name]
             if seconds != before:
-                milliseconds, self._before[name] = (seconds - before) * 1e3, seconds
+                milliseconds = (seconds - before) * 1e3
+                self._before[name] = seconds
                 self._step.add(name, milliseconds)
                 self._step.add(f"{name} in {part}", milliseconds)
 
@@ -168,12 +174,14 @@ class StepClock:
         done = self._step
         if steps == done.before:
             return
-        begin, self._last = self._last, stop
+        begin = self._last
+        self._last = stop
         self._step = TimedStep(steps)
         if steps != done.before + 1:  # a checkpoint was loaded in between
             self.on_jump()
             return
-        done.number, done.samples = steps, samples
+        done.number = steps
+        done.samples = samples
         done.add_span("all", begin, stop)
         for listen in self.listeners:
             listen(done)

@@ -80,7 +80,8 @@ class CommsLogger:
         self.number = next(_numbers)
         self.rows: dict[CommKey, CommRow] = {}
         self._kinds = None if section.prof_all else frozenset(section.prof_ops)
-        self._names_places, self._prints = section.debug, prints
+        self._names_places = section.debug
+        self._prints = prints
         self._says_each = section.verbose and prints
         self._ended: deque[tuple[LoggedOperation, float]] = deque()
         self._unread: deque[tuple[LoggedOperation, Any, Any]] = deque()
@@ -359,7 +360,8 @@ class LoggedComm(Comm):
     def drain(self) -> bool:
         start = time.perf_counter()
         result = super().drain()
-        seconds, total = time.perf_counter() - start, sum(operation.key[1] for operation in self._open)
+        seconds = time.perf_counter() - start
+        total = sum(operation.key[1] for operation in self._open)
         for operation in list(self._open):
             self.end(operation, seconds * operation.key[1] / max(total, 1))
         return result
@@ -390,7 +392,8 @@ class LoggedComm(Comm):
         return pending
 
     def _run_on_gpu(self, kind: str, operation: LoggedOperation, start: Callable[[], Pending]) -> Pending:
-        before, after = timed_event(), timed_event()
+        before = timed_event()
+        after = timed_event()
         before.record()
         pending = start()
         side = self._sides.get(kind)
@@ -426,7 +429,9 @@ class _Awaited(Pending):
     __slots__ = ("_comm", "_operation", "_pending")
 
     def __init__(self, pending: Pending, comm: LoggedComm, operation: LoggedOperation) -> None:
-        self._pending, self._comm, self._operation = pending, comm, operation
+        self._pending = pending
+        self._comm = comm
+        self._operation = operation
 
     def wait(self) -> None:
         start = time.perf_counter()

@@ -31,8 +31,11 @@ class FlopsProfiler:
         """Profile a model; ``steps`` returns the steps that have been made, ``on_counted`` is given the
         operations of a micro-batch, forward and backward.
         """
-        self._module, self._prefix = module, f"{type(module).__name__}."  # as the counter names it
-        self._section, self._steps, self._on_counted = section, steps, on_counted
+        self._module = module
+        self._prefix = f"{type(module).__name__}."  # as the counter names it
+        self._section = section
+        self._steps = steps
+        self._on_counted = on_counted
         self._forward: dict[str, int] | None = None
         self._is_done = False
 

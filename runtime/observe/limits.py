@@ -24,8 +24,10 @@ from .reporter import StepCosts
 # -- limits -----------------------------------------------------------------------------------------
 
 
-_WIDTH, _WIDTH_ON_GPU = 512, 4096
-_BYTES, _BYTES_ON_GPU = 1 << 20, 1 << 25
+_WIDTH = 512
+_WIDTH_ON_GPU = 4096
+_BYTES = 1 << 20
+_BYTES_ON_GPU = 1 << 25
 _REPEATS = 3
 
 

@@ -43,7 +43,8 @@ _FIRST_INTERVAL_S = 0.1
 _OTHERS_INTERVAL_S = 2.0
 _EVENTS_PER_S = 4.0
 """Reports a second from all ranks but the first, of however many there are."""
-_MOST_STEPS, _MOST_STEPS_ON_GPU = 1024, 16
+_MOST_STEPS = 1024
+_MOST_STEPS_ON_GPU = 16
 """Steps whose times are kept for a report, the last ones; on a GPU each has events."""
 _WAITS = (COMMUNICATION, DISK)
 
@@ -105,7 +106,9 @@ class StepReporter:
         """Report on ``loop``, in all ``every`` steps and at other times. ``total_steps`` returns what
         :func:`find_total_steps` does.
         """
-        self._loop, self._total_steps, self.on_gpu = loop, total_steps, on_gpu
+        self._loop = loop
+        self._total_steps = total_steps
+        self.on_gpu = on_gpu
         reported.has_engine = True
         self._costs = costs
         self._moved = {"moved_mb": costs.moved_bytes(), "disk_mb": costs.disk_bytes()}
@@ -118,11 +121,13 @@ class StepReporter:
         self._first_s = _FIRST_INTERVAL_S if first else self._interval_s / 2
         self._reported_at = -math.inf
         self._begun_at = self._measured_at = self._stepped_at = time.perf_counter()
-        self._samples, self._tokens = loop.global_samples, 0
+        self._samples = loop.global_samples
+        self._tokens = 0
         self._rows = self._flops = self._micro_tokens = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
         self._has_begun = False
-        self._failed, self._counts_alike = False, True
+        self._failed = False
+        self._counts_alike = True
         self._unreported = 0
         """Numbers the last step, while it has not been reported."""
         self._pending: _Report | None = None
@@ -150,7 +155,9 @@ class StepReporter:
     def forget(self) -> None:
         """Begin to count anew, after a checkpoint was loaded."""
         self._steps.clear()
-        self._measured_at, self._samples, self._tokens = time.perf_counter(), self._loop.global_samples, 0
+        self._measured_at = time.perf_counter()
+        self._samples = self._loop.global_samples
+        self._tokens = 0
 
     def after_step(self, step: TimedStep) -> None:
         """Take a step that has just been made, and report it if it is its turn. What fails is told once:
@@ -164,7 +171,8 @@ class StepReporter:
         try:
             work()
         except Exception as error:
-            self._failed, self._pending = True, None
+            self._failed = True
+            self._pending = None
             fail(f"this rank no longer reports steps: {type(error).__name__}: {error}; training continues")
 
     def _after_step(self, step: TimedStep) -> None:
@@ -201,13 +209,15 @@ class StepReporter:
         metrics = {**learning_rate(self._loop.torch_optimizer), **self._loop.step_metrics()}
         numbers = HostCopy(list(metrics.values()))
         known = more | self._memory()
-        self._reported_at, self._unreported = now, 0
+        self._reported_at = now
+        self._unreported = 0
         self._pending = _Report(step, tuple(metrics), numbers, known, tuple(self._steps), printed)
         self._steps.clear()
 
     def flush(self) -> None:
         """Send the report that waits for its numbers, if there is one."""
-        report, self._pending = self._pending, None
+        report = self._pending
+        self._pending = None
         if report is None:
             return
         numbers = dict(zip(report.names, report.numbers.read(), strict=True))
@@ -230,7 +240,8 @@ class StepReporter:
             found["micro_tokens"] = self._micro_tokens
             flops = flops or self._tokens * self._costs.flops_per_token
         if self._rows:
-            found["rows"], self._rows = self._rows, 0
+            found["rows"] = self._rows
+            self._rows = 0
         if flops:
             found["tflops"] = flops / seconds / 1e12
             share = found["tflops"] / self._costs.limits.get("matmul_tflops", math.inf)
@@ -241,7 +252,9 @@ class StepReporter:
             if steps and nbytes > self._moved[name]:
                 found[name] = (nbytes - self._moved[name]) / steps / 1e6
         self._moved = moved
-        self._measured_at, self._samples, self._tokens = now, self._loop.global_samples, 0
+        self._measured_at = now
+        self._samples = self._loop.global_samples
+        self._tokens = 0
         return found
 
     def _memory(self) -> dict[str, float]:
@@ -354,7 +367,8 @@ class ObservedLoop(ReportedLoop, PlannedLoop, Protocol):
 
 def open_monitor(effective: Effective, comm: Comm) -> Monitor:
     """Open the trackers. Raises MonitorError on every rank where rank 0 cannot."""
-    monitor, problem = None, None
+    monitor = None
+    problem = None
     try:
         monitor = Monitor(effective.config, comm.rank)
     except MonitorError as error:
@@ -439,7 +453,9 @@ class ObservedCall(TimedPart):
         self, clock: StepClock, name: str, explain: Callable[[int, str], str], overflow_hint: str
     ) -> None:
         super().__init__(clock, name)
-        self._where, self._explain, self._overflow_hint = name, explain, overflow_hint
+        self._where = name
+        self._explain = explain
+        self._overflow_hint = overflow_hint
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)

@@ -90,7 +90,9 @@ class CsvFiles(Tracker):
 class TensorBoard(Tracker):
     """Writes event files that TensorBoard reads."""
 
-    section, package, module = "tensorboard", "tensorboard", "tensorboard"
+    section = "tensorboard"
+    package = "tensorboard"
+    module = "tensorboard"
 
     def __init__(self, config: FileMonitor) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -116,7 +118,9 @@ class WeightsAndBiases(Tracker):
     The x axis is the metric ``step``: wandb's own step only rises, and drops what comes for an earlier one.
     """
 
-    section, package, module = "wandb", "wandb>=0.19.10", "wandb"
+    section = "wandb"
+    package = "wandb>=0.19.10"
+    module = "wandb"
 
     def __init__(self, config: WandB) -> None:
         self._config = config
@@ -147,7 +151,9 @@ class WeightsAndBiases(Tracker):
 class CometExperiment(Tracker):
     """Logs to an experiment of Comet; of each metric, the values that are far enough apart."""
 
-    section, package, module = "comet", "comet_ml", "comet_ml"
+    section = "comet"
+    package = "comet_ml"
+    module = "comet_ml"
 
     def __init__(self, config: Comet) -> None:
         import comet_ml

@@ -74,7 +74,8 @@ class ScratchFile:
         """Have the file system allocate ``nbytes`` more now, not in the middle of a step; return their
         offset. Raises DiskError.
         """
-        offset, size = self.reserved_bytes, aligned(nbytes)
+        offset = self.reserved_bytes
+        size = aligned(nbytes)
         try:
             os.posix_fallocate(self.fd, offset, size)
         except OSError as error:
@@ -152,7 +153,8 @@ class DiskEngine:
     def __init__(self, *, block_bytes: int = 1 << 20, threads: int = 4) -> None:
         if block_bytes % ALIGN_BYTES or block_bytes <= 0:
             raise ValueError(f"block_size {block_bytes}: must be a positive multiple of {ALIGN_BYTES}")
-        self.block_bytes, self.threads = block_bytes, threads
+        self.block_bytes = block_bytes
+        self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zlaunch-disk")
         self._lock = threading.Lock()
         self.read_bytes = self.written_bytes = 0

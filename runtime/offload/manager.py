@@ -110,7 +110,8 @@ class Offload:
     """
 
     def __init__(self, options: OffloadOptions, comm: Comm) -> None:
-        self.options, self.comm = options, comm
+        self.options = options
+        self.comm = comm
         self.link = HostLink(comm.device, pin=options.pin, budget_bytes=options.pinned_budget_bytes)
         self.folders: list[ScratchFolder] = []
         self.engine: DiskEngine | None = None
@@ -238,7 +239,8 @@ class Offload:
 
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
     """Build OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
-    zero, aio = config.zero_optimization, config.aio
+    zero = config.zero_optimization
+    aio = config.aio
     optimizer = zero.offload_optimizer or OffloadOptimizer()
     parameters = zero.offload_param or OffloadParam()
     return OffloadOptions(
@@ -276,17 +278,20 @@ def mean_state_count(optimizer: torch.optim.Optimizer | None, numel_of: Callable
     """Count the tensors that an optimizer keeps for an element, in the mean over its parameters. Where a
     trial step fails, or might change a class that is not known, they are as many as :func:`state_count` says.
     """
-    most, kind = state_count(optimizer), collective_step_of(optimizer)
+    most = state_count(optimizer)
+    kind = collective_step_of(optimizer)
     if optimizer is None or (kind is None and type(optimizer) not in ELEMENTWISE):
         return most
-    total, numel = 0.0, 0
+    total = 0.0
+    numel = 0
     for index, group in enumerate(optimizer.param_groups):
         own = sum(numel_of(parameter) for parameter in group["params"])
         try:
             count = _count_elementwise_states(optimizer, index) if kind is None else kind.group_states(group)
         except ValueError:  # it is no plan's business to say what is wrong
             count = most
-        total, numel = total + count * own, numel + own
+        total = total + count * own
+        numel = numel + own
     return total / numel if numel else most
 
 

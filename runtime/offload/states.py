@@ -69,7 +69,9 @@ class StateMover:
     """
 
     def __init__(self, sharded: ShardedModel, step: ShardedOptimizer | None, config: Config) -> None:
-        self._sharded, self._reducer, self._step = sharded, sharded.reducer, step
+        self._sharded = sharded
+        self._reducer = sharded.reducer
+        self._step = step
         self._zero = config.zero_optimization
         self._device = sharded.comm.device
         self.away: set[str] = set()
@@ -91,7 +93,8 @@ class StateMover:
         if not names:
             return
         self._end_passes()
-        away, link = self.away | names, self._link(pin)
+        away = self.away | names
+        link = self._link(pin)
         chosen = [
             piece
             for key, piece in self._pieces().items()

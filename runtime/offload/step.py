@@ -63,7 +63,8 @@ def _work(slices: Sequence[ShardSlice]) -> list[_Work]:
             by_unit.setdefault(id(part.unit), []).append(part)
     work: list[_Work] = []
     for own in by_unit.values():
-        unit, store = own[0].unit, own[0].unit.store
+        unit = own[0].unit
+        store = own[0].unit.store
         if store is None or isinstance(store, DeviceStore) or not store.has_grad:
             continue
         tiles = [
@@ -139,7 +140,8 @@ class BackgroundStep:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, background: bool) -> None:
         """Prepare to step ``units``, which may be replaced. ``background``: return before the step ends."""
-        self._comm, self._all_units = comm, units
+        self._comm = comm
+        self._all_units = units
         gathers = any(not unit.shard_params and unit.stop - unit.start < unit.numel for unit in self._units)
         self._background = background and not gathers
         self._thread: threading.Thread | None = None
@@ -246,7 +248,8 @@ class _Arrival(Pending):
 
     def come(self, uploads: Sequence[Pending], error: BaseException | None = None) -> None:
         if not self._event.is_set():
-            self._uploads, self._error = uploads, error
+            self._uploads = uploads
+            self._error = error
             self._event.set()
 
     def wait(self) -> None:

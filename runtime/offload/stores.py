@@ -28,7 +28,8 @@ class BufferRing:
     """
 
     def __init__(self, link: HostLink, count: int) -> None:
-        self._link, self._count = link, max(1, count)
+        self._link = link
+        self._count = max(1, count)
         self.nbytes = 0
         self._free: list[Tensor] = []
         self._lent = 0
@@ -100,7 +101,8 @@ class BufferQueue:
     """
 
     def __init__(self, link: HostLink, limit: int) -> None:
-        self._link, self._limit = link, limit
+        self._link = link
+        self._limit = limit
         self._busy: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def take(self, nbytes: int) -> Tensor:
@@ -193,7 +195,9 @@ class HostStore(ShardStore):
     ) -> None:
         """Keep ``master`` (flat, in host memory). ``dtype``: the compute dtype of the model."""
         super().__init__(master, values, cuts, tiles)
-        self._link, self._buffers, self._dtype = link, buffers, dtype
+        self._link = link
+        self._buffers = buffers
+        self._dtype = dtype
         self._landing: Tensor | None = None
         """Keeps memory for a first gradient."""
         self._sum: Tensor | None = None
@@ -245,14 +249,16 @@ class HostStore(ShardStore):
         if first:
             if self._landing is None or self._landing.dtype != shard.dtype:
                 self._landing = self._link.empty(shard.numel(), shard.dtype)
-            total, self._home = shard, self._landing
+            total = shard
+            self._home = self._landing
         else:
             total = self._added(shard)
             if self._sum is None:
                 self._sum = self._link.empty(total.numel(), total.dtype)
             self._home = self._sum
         self._squares = squares_of([total[start:stop] for start, stop in self.cuts])
-        self._source, self._arrival = total, self._link.download(total, self._home)
+        self._source = total
+        self._arrival = self._link.download(total, self._home)
         self.has_grad = True
 
     def _added(self, shard: Tensor) -> Tensor:
@@ -265,7 +271,8 @@ class HostStore(ShardStore):
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
         self._arrival.wait()
-        self._arrival, self._source = DONE, None
+        self._arrival = DONE
+        self._source = None
         assert self._home is not None
         return self._home
 
@@ -283,7 +290,9 @@ class _BufferedTile(OpenTile):
 
     def __init__(self, values: ValueStore, view: TileView, buffers: BufferQueue, buffer: Tensor) -> None:
         super().__init__(values, view)
-        self._buffers, self._buffer, self._sent = buffers, buffer, DONE
+        self._buffers = buffers
+        self._buffer = buffer
+        self._sent = DONE
 
     def publish(self, after: torch.cuda.Event | None = None) -> Pending:
         self._sent = super().publish(after)
@@ -376,8 +385,12 @@ class DiskStore(ShardStore):
         """
         super().__init__(None, values, cuts, tiles)
         self.state_room = state_room
-        self._numel, self._dtype = master.numel(), dtype
-        self._engine, self._file, self._ring, self._link = engine, file, ring, link
+        self._numel = master.numel()
+        self._dtype = dtype
+        self._engine = engine
+        self._file = file
+        self._ring = ring
+        self._link = link
         self._tiles: dict[Range, DiskTile] = {}
         for start, stop in tiles:
             tile = DiskTile(start, stop, 0, state_room, master.dtype)
@@ -510,8 +523,12 @@ class _TileInBuffer(OpenTile):
     def __init__(
         self, store: DiskStore, tile: DiskTile, access: Access, buffer: Tensor, read: DiskTransfer | None
     ) -> None:
-        self._values, self._store, self._tile, self._access = store.values, store, tile, access
-        self._buffer, self._read = buffer, read
+        self._values = store.values
+        self._store = store
+        self._tile = tile
+        self._access = access
+        self._buffer = buffer
+        self._read = read
         self._shown: TileView | None = None
         self._sent: Pending = DONE
 
@@ -546,8 +563,12 @@ class DiskValues(ValueStore):
     ) -> None:
         """Write ``values`` (flat, in the compute dtype). Raises DiskError."""
         super().__init__(None)
-        self._engine, self._file, self._behind, self._link = engine, file, behind, link
-        self._numel, self._dtype = values.numel(), values.dtype
+        self._engine = engine
+        self._file = file
+        self._behind = behind
+        self._link = link
+        self._numel = values.numel()
+        self._dtype = values.dtype
         self._nbytes = aligned(self._numel * self._dtype.itemsize)
         self._offset = file.reserve(self._nbytes)
         self._writes: list[DiskTransfer] = []
@@ -607,7 +628,10 @@ class _Reading(Pending):
     def __init__(
         self, transfer: DiskTransfer, buffer: Tensor, numel: int, dtype: torch.dtype, link: HostLink
     ) -> None:
-        self._transfer, self._buffer, self._numel, self._dtype = transfer, buffer, numel, dtype
+        self._transfer = transfer
+        self._buffer = buffer
+        self._numel = numel
+        self._dtype = dtype
         self._link = link
 
     def wait(self) -> None:

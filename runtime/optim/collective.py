@@ -164,7 +164,8 @@ def cache_sized(parts: Sequence[ParameterPart], device: torch.device) -> Iterato
             low = high
             if not room:
                 yield found
-                found, room = [], _CACHED
+                found = []
+                room = _CACHED
     if found:
         yield found
 
@@ -189,7 +190,8 @@ class CollectiveStep(ABC):
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         """Prepare to step ``units``, which may be replaced."""
-        self.units, self.comm = units, comm
+        self.units = units
+        self.comm = comm
         self._error: BaseException | None = None
         self._uploads: list[Pending] = []
         self._after: torch.cuda.Event | None = None
@@ -302,7 +304,9 @@ class MatrixExchange:
 
     def __init__(self, comm: Comm, units: Sequence[Unit], groups: set[int]) -> None:
         """Deal the matrices of these param groups out to the ranks. Collective."""
-        self._comm, self._units, self._groups = comm, list(units), groups
+        self._comm = comm
+        self._units = list(units)
+        self._groups = groups
         everyone = comm.exchange(
             [(unit.start, unit.stop) for unit in units], "exchanges which shards it holds"
         )
@@ -333,7 +337,8 @@ class MatrixExchange:
         matrix (rows x columns, bf16, on the device). All ranks that have parts of a matrix must give theirs.
         Collective.
         """
-        rank, size = self._comm.rank, self._comm.world_size
+        rank = self._comm.rank
+        size = self._comm.world_size
         mine: dict[tuple[int, int], list[tuple[ParameterPart, Tensor]]] = defaultdict(list)
         for part, value in parts.items():
             mine[id(part.unit), part.index].append((part, value))
@@ -356,7 +361,8 @@ class MatrixExchange:
                 if matrix not in whole:
                     whole[matrix] = torch.empty(slot.numel, dtype=torch.bfloat16, device=self._comm.device)
                 whole[matrix][extent[0] - slot.offset : extent[1] - slot.offset] = value
-        outgoing, incoming = [[] for _ in range(size)], [[] for _ in range(size)]
+        outgoing = [[] for _ in range(size)]
+        incoming = [[] for _ in range(size)]
         for matrix in matrices:
             if matrix.owner == rank:
                 rows = matrix.unit.shapes[matrix.index][0]

@@ -71,7 +71,8 @@ class WritesBesideStep(Writes):
 
     def forget(self) -> None:
         super().forget()
-        self._ahead, self._before = False, None
+        self._ahead = False
+        self._before = None
 
     def bring(self) -> None:
         """Copy changed elements to the masters. Raises DiskError, and OptimizerError for what was written
@@ -86,13 +87,15 @@ class WritesBesideStep(Writes):
                 "after zero_optimization.step_in_backward had stepped it. Change parameters after "
                 "engine.step(), and load the last checkpoint"
             )
-        self._ahead, self._before = False, None
+        self._ahead = False
+        self._before = None
 
     def _is_untouched(self) -> bool:
         """Tell whether an exposed unit has what the step leaves: this rank's part is its masters' rounding,
         stepped or not, and the others' parts are as they were.
         """
-        unit, before = self._unit, self._before
+        unit = self._unit
+        before = self._before
         assert before is not None and unit.store is not None
         others = (slice(0, unit.start), slice(unit.stop, None))
         if not all(torch.equal(before[part], unit.full[part]) for part in others):
@@ -137,7 +140,8 @@ class BackwardStep:
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
         """Prepare to step ``units``, which may be replaced."""
-        self.units, self.comm = units, comm
+        self.units = units
+        self.comm = comm
         self.is_changed = self.has_gradients = self.clips_units = False
         self._in_step = False
         self._squares: list[Tensor] = []
@@ -153,8 +157,10 @@ class BackwardStep:
         """Set whose optimizer steps, and the largest norm, or with ``by_value`` the largest absolute value,
         of a gradient; 0 for any.
         """
-        self._trainer, self._optimizer = weakref.ref(trainer), optimizer
-        self._clip, self._by_value = clip, by_value
+        self._trainer = weakref.ref(trainer)
+        self._optimizer = optimizer
+        self._clip = clip
+        self._by_value = by_value
         self._rule = UpdateRule(optimizer.optimizer)
 
     # -- a backward pass
@@ -168,7 +174,8 @@ class BackwardStep:
         trainer = self._trainer()
         assert trainer is not None
         self._divisor = float(trainer.gradient_divisor())
-        norm, coefficient = trainer.previous_norm, 1.0
+        norm = trainer.previous_norm
+        coefficient = 1.0
         by_norm = self._clip > 0 and not self._by_value
         self.clips_units = by_norm and norm is None
         if by_norm and norm is not None and norm > self._clip:
@@ -226,7 +233,8 @@ class BackwardStep:
         """Step slices of a unit, and release its gradient."""
         store = unit.store
         assert isinstance(store, DeviceStore)
-        narrow, updates = store.narrow_copy, []
+        narrow = store.narrow_copy
+        updates = []
         for part in slices:
             assert part.leaf is not None
             out = None if narrow is None else part.of(narrow)
@@ -336,7 +344,8 @@ class _NotInThisPass(Pending):
     """Refuses that a unit is gathered in the backward pass that has stepped it."""
 
     def __init__(self, step: BackwardStep, unit: Unit) -> None:
-        self._step, self._name = weakref.ref(step), unit.name
+        self._step = weakref.ref(step)
+        self._name = unit.name
 
     @property
     def ready(self) -> bool:

@@ -113,7 +113,8 @@ def directions(
     scale2 = [1 - beta2**step if corrected else 1.0 for step in steps]
     found = list(torch._foreach_div(first, scale1))
     below = list(torch._foreach_div(second, scale2))
-    eps, decay = float(group["eps"]), float(group["weight_decay"])
+    eps = float(group["eps"])
+    decay = float(group["weight_decay"])
     if group.get("eps_inside_sqrt"):
         torch._foreach_add_(below, eps)
     torch._foreach_sqrt_(below)
@@ -139,7 +140,8 @@ class LambStep(CollectiveStep):
     """
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
-        work, groups = work_on(parts), rule.optimizer.param_groups
+        work = work_on(parts)
+        groups = rule.optimizer.param_groups
         squares = Norms(self.comm, self.units)
         for inside, _, view in each_tile(work):
             for index, own in by_group(inside).items():

@@ -72,7 +72,8 @@ class Lion(torch.optim.Optimizer):
 
 def _step_wide(parameter: torch.Tensor, average: torch.Tensor, group: dict[str, Any]) -> None:
     """Step a parameter whose dtype the kernel does not support by torch's operations."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
+    lr = group["lr"]
+    (beta1, beta2) = group["betas"]
     direction = (average * beta1 + parameter.grad * (1 - beta1)).sign_()
     parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-float(lr))
     average.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)  # type: ignore[arg-type]  # it has one

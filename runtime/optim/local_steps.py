@@ -31,7 +31,8 @@ class LocalSteps:
     """
 
     def __init__(self, exchange: SignExchange, comm: Comm) -> None:
-        self._exchange, self._comm = exchange, comm
+        self._exchange = exchange
+        self._comm = comm
         self._gone: dict[Unit, tuple[Tensor, Tensor]] = {}
         """Has a unit's ``z`` and ``u`` while ranks have weights of their own."""
         self._rates: dict[tuple[Unit, int], float] = {}
@@ -91,14 +92,16 @@ class LocalSteps:
         for inside, tile, view in each_tile(turn.work):
             for index, every in by_group(inside).items():
                 group = turn.groups[index]
-                rate, beta1 = float(group["lr"]), float(group["betas"][0])
+                rate = float(group["lr"])
+                beta1 = float(group["betas"][0])
                 for own in cache_sized(every, view.master.device):
                     first, second, roots = _moments(own, view, turn.state, group)
                     grads = [part.to(moved.dtype) for part in _of(own, gradient)]
                     torch._foreach_mul_(first, beta1)
                     torch._foreach_add_(first, grads, alpha=(1 - beta1) * scale)
                     clear_without_variance(first, second)
-                    origins, gone = _of(own, origin), _of(own, moved)
+                    origins = _of(own, origin)
+                    gone = _of(own, moved)
                     torch._foreach_mul_(origins, 1 - rate * float(group["weight_decay"]))
                     torch._foreach_add_(gone, first, alpha=rate)
                     values = [part.of(view, view.master) for part in own]
@@ -154,7 +157,8 @@ class LocalSteps:
 
     def _start(self, turn: UnitTurn) -> tuple[Tensor, Tensor]:
         """Return a unit's ``z`` and ``u``, which begin with the weights that all ranks have."""
-        unit, found = turn.unit, self._gone.get(turn.unit)
+        unit = turn.unit
+        found = self._gone.get(turn.unit)
         if found is not None:
             return found
         assert unit.store is not None and is_whole(unit)

@@ -287,7 +287,8 @@ class MuonStep(CollectiveStep):
 def _step_adamw(adamw: UpdateRule, parts: Sequence[ParameterPart], view: TileView, state: State) -> None:
     """Step parts that are no matrices of Muon's."""
     assert view.grad is not None
-    updates, own_state = [], {}
+    updates = []
+    own_state = {}
     for part in parts:
         moments = part.states(view, state, ("exp_avg", "exp_avg_sq"))
         leaf = part.of(view, view.master)

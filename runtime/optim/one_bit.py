@@ -295,7 +295,8 @@ class OneBitStep(CollectiveStep):
         groups = rule.optimizer.param_groups
         for group in groups:
             group["step_count"] += 1
-        first, reducer = groups[0], self._reducer
+        first = groups[0]
+        reducer = self._reducer
         frozen = first["step_count"] > first["freeze_step"]
         if reducer.local and self.wants_dense(first):
             self._reduce()  # a load has brought the state of an earlier step
@@ -375,7 +376,8 @@ class OneBitStep(CollectiveStep):
 
     def _begin(self, turn: UnitTurn) -> Average:
         """Begin to average a unit's gradients, or its momentum once the variance is frozen; keep errors."""
-        unit, beta1 = turn.unit, float(turn.groups[0]["betas"][0])
+        unit = turn.unit
+        beta1 = float(turn.groups[0]["betas"][0])
         gradient = self._reducer.whole_gradient(unit)
         kept = self._kept.get(unit)
         if kept is None:
@@ -393,7 +395,8 @@ class OneBitStep(CollectiveStep):
 
     def _whole_momentum(self, turn: UnitTurn) -> Tensor:
         """Return a unit's momentum of all ranks, of parameters without a gradient, too."""
-        unit, state = turn.unit, turn.state
+        unit = turn.unit
+        state = turn.state
         wide = torch.promote_types(unit.dtype, torch.float32)
         own = torch.zeros(unit.stop - unit.start, dtype=wide, device=self.comm.device)
         assert unit.store is not None
@@ -434,7 +437,8 @@ class OneBitAdamStep(OneBitStep):
     ) -> bool:
         """Update a part by what signs have brought, if there is a kernel; tell whether."""
         assert turn.averaged is not None
-        own, at = part.states(view, turn.state, self.names), turn.unit.start
+        own = part.states(view, turn.state, self.names)
+        at = turn.unit.start
         momentum = turn.averaged[part.low - at : part.high - at]
         rates = {key: float(group[key]) for key in ("lr", "weight_decay", "eps")}
         return frozen_adam(part.of(view, view.master), own["exp_avg"], own["exp_avg_sq"], momentum, **rates)
@@ -590,7 +594,10 @@ class OneBitLambStep(OneBitStep):
         return 3
 
     def step_unit(self, turn: UnitTurn) -> None:
-        unit, groups, state, frozen = turn.unit, turn.groups, turn.state, turn.frozen
+        unit = turn.unit
+        groups = turn.groups
+        state = turn.state
+        frozen = turn.frozen
         norms = Norms(self.comm, [unit])
         ratios = torch.zeros(len(unit.parameters), dtype=torch.float64, device=self.comm.device)
         """Holds how far the frozen denominators are above fresh ones."""
@@ -616,7 +623,8 @@ class OneBitLambStep(OneBitStep):
         lengths: dict[ParameterPart, float] = {}
         for _, _, inside in turn.work:
             for part in inside:
-                group, own_state = groups[part.group], part.entries(state)
+                group = groups[part.group]
+                own_state = part.entries(state)
                 if frozen:
                     lengths[part] = _frozen_ratio(own_state, group, sums(part), largest[part.index])
                 else:
@@ -671,7 +679,8 @@ def _frozen_ratio(
         share = min(1.0, float((squares[0] / squares[1]) ** 0.5))
         factor = factor * share + (1 - share)
     factor = min(max(factor, float(group["factor_min"])), float(group["factor_max"]))
-    last, threshold = float(own.get("factor", 1.0)), float(group["factor_threshold"])
+    last = float(own.get("factor", 1.0))
+    threshold = float(group["factor_threshold"])
     factor = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
     own["factor"] = factor
     return factor * float(own.get("coefficient", 1.0))

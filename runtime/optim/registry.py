@@ -283,7 +283,8 @@ def needs_whole_tensors(
     the device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
     OptimizerError for an optimizer that would compute something else on what it gets.
     """
-    kind, name = type(optimizer), type(optimizer).__name__
+    kind = type(optimizer)
+    name = type(optimizer).__name__
     if name in _NEVER:
         raise OptimizerError(f"optimizer {name} is not supported: it {_NEVER[name]}")
     if kind in ELEMENTWISE or collective_step_of(optimizer) is not None:

@@ -135,16 +135,20 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         self._min = self._per_group(cycle_min_lr, "cycle_min_lr")
         self._max = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self._decay_lr_rate, self._decay_step_size = decay_lr_rate, decay_step_size
+        self._decay_lr_rate = decay_lr_rate
+        self._decay_step_size = decay_step_size
         self._first = float(cycle_first_step_size)
         self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
         self._first_stairs = cycle_first_stair_count
         self._second_stairs = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         )
-        self._total, self._ratio = self._first + self._second, self._first / (self._first + self._second)
+        self._total = self._first + self._second
+        self._ratio = self._first / (self._first + self._second)
         self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
-        self._min_mom, self._max_mom, self._decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self._min_mom = cycle_min_mom
+        self._max_mom = cycle_max_mom
+        self._decay_mom_rate = decay_mom_rate
         self._begin()
 
     def _write(self, rates: Sequence[float]) -> None:
@@ -258,7 +262,8 @@ class WarmupCosineLR(Schedule):
         self._total = total_num_steps
         self._steps = _warmup_steps(warmup_num_steps)
         self._type = _warmup_type(warmup_type)
-        self._warmup_min, self._cos_min = warmup_min_ratio, cos_min_ratio
+        self._warmup_min = warmup_min_ratio
+        self._cos_min = cos_min_ratio
         self._base = self._per_group(None, "lr")
         self._begin()
 

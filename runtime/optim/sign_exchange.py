@@ -109,8 +109,11 @@ class SignExchange:
 
     def end(self, average: Average) -> Tensor:
         """Return the mean as signs give it, which is equal on all ranks."""
-        values, stays, size = average.values, average.stays, self._comm.world_size
-        found, rows = torch.empty_like(values), average.sent.result().view(size, -1)
+        values = average.values
+        stays = average.stays
+        size = self._comm.world_size
+        found = torch.empty_like(values)
+        rows = average.sent.result().view(size, -1)
         if stays is not None:
             self._last[average.unit] = rows
         _expand_parts(rows, found, values if stays else None, stays or 0.0)

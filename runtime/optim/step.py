@@ -271,10 +271,13 @@ class ShardedOptimizer:
         ``offloaded_step`` is made for the units if it takes some of them; they may be replaced later.
         ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
         """
-        self._initial, self._inner = take_initial_state(optimizer), InnerOptimizer(optimizer)
+        self._initial = take_initial_state(optimizer)
+        self._inner = InnerOptimizer(optimizer)
         self.optimizer = self._inner.optimizer
         self.units = list(units)
-        self._reducer, self._comm, self._whole = reducer, comm, whole
+        self._reducer = reducer
+        self._comm = comm
+        self._whole = whole
         self._slices: list[ShardSlice] = []
         self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
         self._on_device = on_device
@@ -379,7 +382,8 @@ class ShardedOptimizer:
                 unit.wait_unsharded()
                 unit.writes.bring()
         mine = self._reducer.used()
-        agreed, count = self._agree(mine, beside), beside.numel()
+        agreed = self._agree(mine, beside)
+        count = beside.numel()
         by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
         try:
             if by_device:
@@ -396,7 +400,8 @@ class ShardedOptimizer:
             self._comm.raise_order()
         self._comm.order.forget()
         numbers = facts.tolist()
-        beside, (square, stop, changed, *counts) = numbers[:count], numbers[count:]
+        beside = numbers[:count]
+        (square, stop, changed, *counts) = numbers[count:]
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -417,7 +422,8 @@ class ShardedOptimizer:
         Where the ranks have used the model in different orders, nothing is changed, and the result says so.
         """
         facts, marks = self._apart(agreed)
-        beside, facts = facts[:count], facts[count:]
+        beside = facts[:count]
+        facts = facts[count:]
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
         differs = self._comm.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs

@@ -70,7 +70,8 @@ class UncorrectedAdam(torch.optim.Optimizer):
                 own["step"] += 1
                 if parameter.dtype == torch.float32:
                     flat = {**own, **{name: own[name].view(-1) for name in ("exp_avg", "exp_avg_sq")}}
-                    leaf, grad = parameter.detach().view(-1), parameter.grad.reshape(-1)
+                    leaf = parameter.detach().view(-1)
+                    grad = parameter.grad.reshape(-1)
                     self.step_rule.run(leaf, grad, None, flat, args)
                 else:
                     _step_wide(parameter, own, args)
@@ -79,7 +80,9 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
 def _step_wide(parameter: Tensor, own: Mapping[str, Tensor], args: AdamArgs) -> None:
     """Step a parameter whose dtype the kernel does not support by torch's operations."""
-    first, second, grad = own["exp_avg"], own["exp_avg_sq"], parameter.grad
+    first = own["exp_avg"]
+    second = own["exp_avg_sq"]
+    grad = parameter.grad
     assert grad is not None
     if args.decoupled:
         parameter.mul_(1 - args.lr * args.weight_decay)

@@ -61,8 +61,10 @@ class UpdateRule:
         """
         self._groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         self._after = [dict(group) for group in self._groups]
-        self._args, self._stepped = {}, set()
-        self.divisor, self.found_inf = divisor, found_inf
+        self._args = {}
+        self._stepped = set()
+        self.divisor = divisor
+        self.found_inf = found_inf
 
     def end(self) -> None:
         """Copy group entries that the optimizer itself changed (counters) back to it."""

@@ -27,7 +27,8 @@ from .axis import total as total_over
 # -- attention --------------------------------------------------------------------------------------
 
 
-_HEADS, _TOKENS = 1, 2
+_HEADS = 1
+_TOKENS = 2
 _early_splits: list[tuple[int, ...]] = []
 """Holds the shapes of what was to be divided before there was an engine."""
 _had_engine = False
@@ -56,7 +57,8 @@ def to_heads(axis: SequenceAxis, query: Tensor, key: Tensor, value: Tensor) -> t
 
     Raises ParameterError where heads cannot be divided.
     """
-    heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
+    heads = query.shape[_HEADS]
+    key_heads = key.shape[_HEADS]
     if problem := heads_problem(axis.size, heads, key_heads):
         raise ParameterError(problem)
     if key_heads < axis.size:
@@ -109,7 +111,8 @@ def attention(
             f"sequence parallelism: attention needs (batch, heads, tokens, width) with as many queries as "
             f"keys, not {list(query.shape)} and {list(key.shape)}"
         )
-    heads, tokens = query.shape[_HEADS], query.shape[_TOKENS] * axis.size
+    heads = query.shape[_HEADS]
+    tokens = query.shape[_TOKENS] * axis.size
     query, key, value = to_heads(axis, query, key, value)
     if attn_mask is not None:
         if attn_mask.shape[-2:] != (tokens, tokens):
@@ -143,7 +146,8 @@ def note_engine(*, divides: bool) -> None:
     called before there was any.
     """
     global _had_engine
-    shapes, _early_splits[:] = [*_early_splits], []
+    shapes = [*_early_splits]
+    _early_splits[:] = []
     if divides and shapes:
         shape = list(shapes[0])
         raise ParameterError(
@@ -225,7 +229,8 @@ def _of_whole_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         if not passes:
             return make(*args, **kwargs)
-        whole, given = passes[-1], signature.bind(*args, **kwargs).arguments
+        whole = passes[-1]
+        given = signature.bind(*args, **kwargs).arguments
         problems = [name for name in _MADE_LOCALLY if given.get(name) is not None]
         if given.get("past_key_values") is not None:
             problems.append("past_key_values")
@@ -250,7 +255,8 @@ def _of_whole_sequences(make: Callable[..., Any]) -> Callable[..., Any]:
 
 NOTE = "zlaunch_sequence_axis"
 """Names the attribute of modules whose attention is on whole sequences."""
-_HF_HEADS, _HF_TOKENS = 2, 1
+_HF_HEADS = 2
+_HF_TOKENS = 1
 _PER_HEAD = {"s_aux": 0, "position_bias": 1}
 """Names arguments that have something for each head, with the dimension of the heads."""
 _WHOLE = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "max_length_q", "max_length_k")
@@ -261,7 +267,8 @@ class _WithGroups:
     """Stands for an attention module whose heads share key-value heads in groups of another size."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module, self.num_key_value_groups = module, groups
+        self._module = module
+        self.num_key_value_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -286,7 +293,8 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
             return inner(module, query, key, value, mask, *args, **kwargs)
         all_heads = query.shape[1]
         query, key, value = to_heads(axis, query, key, value)
-        tokens, heads = query.shape[2], query.shape[1]
+        tokens = query.shape[2]
+        heads = query.shape[1]
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == all_heads > 1:
             mask = own_heads(axis, mask, 1)
         groups = heads // key.shape[1]

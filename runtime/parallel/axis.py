@@ -33,7 +33,8 @@ class OwnNumbers:
     """
 
     def __init__(self, position: int, device: torch.device) -> None:
-        self._position, self._device = position, device
+        self._position = position
+        self._device = device
         self._seed = 0
         self._outside: list[torch.Tensor] | None = None
 
@@ -66,7 +67,9 @@ class OwnNumbers:
 # -- axis -------------------------------------------------------------------------------------------
 
 
-_TENSOR, _TENSOR_CHECKS, _TENSOR_STATES = "tensor", "tensor checks", "tensor states"
+_TENSOR = "tensor"
+_TENSOR_CHECKS = "tensor checks"
+_TENSOR_STATES = "tensor states"
 
 
 class Parts(Protocol):
@@ -294,7 +297,8 @@ def split(value: Tensor, axis: TensorAxis) -> Tensor:
 # Defines the ranks that have different experts, and exchanges rows of tokens between them.
 
 
-_EXPERT, _EXPERT_STATES = "expert", "expert states"
+_EXPERT = "expert"
+_EXPERT_STATES = "expert states"
 
 
 class ExpertAxis(Axis):
@@ -352,7 +356,9 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(
         ctx: Any, axis: ExpertAxis, sent: Sequence[int], received: Sequence[int], *rows: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        ctx.axis = axis
+        ctx.sent = sent
+        ctx.received = received
         return tuple(axis.exchange(each, sent, received) for each in rows)
 
     @staticmethod
@@ -438,7 +444,8 @@ class SequenceAxis(Axis):
         """Send each rank its part of ``tensors`` along the dimension ``cut``; return what the ranks have
         sent, joined along the dimension ``joined``. One collective for all, of one dtype.
         """
-        size, pieces = self.size, []
+        size = self.size
+        pieces = []
         for each in tensors:
             shape = list(each.shape)
             shape[cut : cut + 1] = [size, shape[cut] // size]
@@ -486,7 +493,9 @@ class _ExchangeTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, axis: SequenceAxis, cut: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.cut, ctx.joined = axis, cut, joined
+        ctx.axis = axis
+        ctx.cut = cut
+        ctx.joined = joined
         return tuple(axis.exchange([each.contiguous() for each in tensors], cut, joined))
 
     @staticmethod

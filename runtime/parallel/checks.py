@@ -133,7 +133,8 @@ def _is_narrower(given: Tensor, found: Any) -> bool:
 #     refused.
 
 
-_PART, _MIXED = "part", "mixed"
+_PART = "part"
+_MIXED = "mixed"
 _SHOWN = 3
 _ASSIGNS = "__setitem__"
 _ADVICE = (
@@ -149,7 +150,8 @@ class WholeUses:
         """``parts`` has the ids of parameters whose gradients need no sum, or have one: each rank has a part
         of them, or the plan says so.
         """
-        self._axis, self._own_parts = axis, frozenset(parts)
+        self._axis = axis
+        self._own_parts = frozenset(parts)
         self._parameters = {
             id(parameter): (name, parameter)
             for name, parameter in model.named_parameters()
@@ -285,7 +287,8 @@ class LoneUses(TorchFunctionMode):
         ``forwards`` of their own are watched.
         """
         super().__init__()
-        self.parts, self.wholes = PartUses(), wholes
+        self.parts = PartUses()
+        self.wholes = wholes
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -318,7 +321,8 @@ class LoneUses(TorchFunctionMode):
 
     def _knows(self, identity: int) -> bool:
         """Tell whether the present call is the runtime's, or inside of a module that computes with parts."""
-        frame, is_first = sys._getframe(2), True
+        frame = sys._getframe(2)
+        is_first = True
         while frame is not None:
             place = frame.f_globals.get("__name__", "")
             if is_first and not place.startswith("torch") and place not in _OF_PARAMETERS:
@@ -368,7 +372,9 @@ class WholeValues:
     """
 
     def __init__(self, axis: TensorAxis) -> None:
-        self._axis, self._passes, self._next = axis, 0, _FIRST
+        self._axis = axis
+        self._passes = 0
+        self._next = _FIRST
 
     def check(self, model: nn.Module) -> None:
         """Raise RankMismatchError, naming the first parameter that differs. Collective in some passes."""
@@ -376,7 +382,8 @@ class WholeValues:
         if self._passes < self._next:
             return
         self._next *= 4
-        names, sums = [], []
+        names = []
+        sums = []
         with torch.no_grad():
             for name, values in _whole(model):
                 wide = values.detach().double()
@@ -386,7 +393,8 @@ class WholeValues:
             return
         mine = torch.stack(sums).to(self._axis.comm.device)
         both = self._axis.largest_of_checks(torch.cat([mine, -mine]))
-        highest, lowest = both[: len(names)], -both[len(names) :]
+        highest = both[: len(names)]
+        lowest = -both[len(names) :]
         differs = (highest - lowest).abs()[:, 0] > _TOLERANCE * highest[:, 1]
         for name, is_other in zip(names, differs.tolist(), strict=True):
             if is_other:
@@ -405,7 +413,8 @@ def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        cut, unit = cut_of(parameter), owner_of(parameter)
+        cut = cut_of(parameter)
+        unit = owner_of(parameter)
         is_whole = cut is None or len(set(cut.boxes)) == 1
         if not is_whole or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
             continue
@@ -434,7 +443,8 @@ def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 _FIRST_BATCHES = 10
-_ROWS, _CHUNK = 8, 1 << 20
+_ROWS = 8
+_CHUNK = 1 << 20
 _SAME = 1e-12
 """CPUs of several kinds round the sums of equal integers differently."""
 COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -445,7 +455,8 @@ COMPUTED_HALF = 3e-2
 _LANES = {1: torch.uint8, 2: torch.int16}
 _FACTOR = 6364136223846793005
 _SEED = 20_240_229
-_WORDS, _WORD_BITS = 3, 20
+_WORDS = 3
+_WORD_BITS = 20
 """Divide a number into parts whose products with coefficients of as many bits float64 sums exactly."""
 
 
@@ -512,7 +523,8 @@ class SameBatch:
         ``complaint`` is what the error says. ``every_pass``: all passes are compared at once, where
         parameters change before the step.
         """
-        self.ranks, self.complaint = tuple(ranks), complaint
+        self.ranks = tuple(ranks)
+        self.complaint = complaint
         self._device = comm.device
         self._largest = largest
         self._every_pass = every_pass
@@ -573,7 +585,8 @@ class SameValues:
         self._device = device
         self._largest = largest
         self._complaint = complaint
-        self._first, self._passes = first, 0
+        self._first = first
+        self._passes = 0
 
     def check(self, values: Any) -> None:
         """Raise RankMismatchError if the ranks have different tensors in ``values``."""
@@ -586,7 +599,8 @@ class SameValues:
         for index, tensor in enumerate(tensors):
             sums[min(index, _ROWS - 1)] += self._summary(tensor, index)
         both = self._largest(torch.cat([sums, -sums]))
-        spread, limits = both[:_ROWS] + both[_ROWS:], both[:_ROWS, 2].sqrt()
+        spread = both[:_ROWS] + both[_ROWS:]
+        limits = both[:_ROWS, 2].sqrt()
         differs = (spread[:, :2] > limits.unsqueeze(1)).any() | (spread[:, 3] > 0).any()
         if bool(differs):
             raise RankMismatchError(self._complaint)
@@ -621,7 +635,9 @@ class Agreement:
         self, axis: TensorAxis, has_dropout: bool, uses: LoneUses, *, steps_in_backward: bool
     ) -> None:
         """``uses`` is in force in the first passes, until SameOutputs leaves it."""
-        self._axis, self._has_dropout, self._uses = axis, has_dropout, uses
+        self._axis = axis
+        self._has_dropout = has_dropout
+        self._uses = uses
         self._passes = 0
         self._values = WholeValues(axis)
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
@@ -658,7 +674,8 @@ class Agreement:
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
-        axis, device = self._axis, self._axis.comm.device
+        axis = self._axis
+        device = self._axis.comm.device
         held: list[Any] = [torch.get_rng_state()]
         if device.type == "cuda":
             held.append(torch.cuda.get_rng_state(device))
@@ -675,7 +692,8 @@ class SameOutputs:
     """
 
     def __init__(self, axis: TensorAxis, has_part_of_logits: bool) -> None:
-        self._axis, self._has_part_of_logits = axis, has_part_of_logits
+        self._axis = axis
+        self._has_part_of_logits = has_part_of_logits
         ranks = f"{axis.first} to {axis.first + axis.size - 1}"
         self._outputs = SameValues(
             axis.comm.device,

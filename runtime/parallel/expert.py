@@ -120,7 +120,8 @@ class Experts(nn.Module):
         total = len(self)
         row, slot = (index >= 0).nonzero(as_tuple=True)
         chosen, order = index[row, slot].sort(stable=True)
-        row, slot = row[order], slot[order]
+        row = row[order]
+        slot = slot[order]
         per_expert = torch.bincount(chosen.clamp(max=total), minlength=total + 1)
         *counts, _, lowest, highest = torch.cat([per_expert, bounds(index)]).tolist()
         check_bounds("Experts", lowest, highest, total)
@@ -171,7 +172,8 @@ class Experts(nn.Module):
 
 def _check_equal(members: list[nn.Module]) -> None:
     """Raise ParameterError if modules differ in more than their parameters' values."""
-    first, seen = members[0], set[int]()
+    first = members[0]
+    seen = set[int]()
     own = next(iter(first.named_buffers()), None)
     if own is not None:
         raise ParameterError(f"Experts: buffers are not supported, but {type(first).__name__} has {own[0]}")
@@ -241,7 +243,10 @@ class DispatchForward:
         inner: Callable[..., Tensor] | None,
     ) -> None:
         """Compute the experts of this rank with ``inner``, by default the module's own forward."""
-        self.module, self.name, self.axis, self.inner = module, name, axis, inner
+        self.module = module
+        self.name = name
+        self.axis = axis
+        self.inner = inner
         self.local = experts // axis.size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -270,7 +275,8 @@ class DispatchForward:
         came = axis.exchange(counts, [1] * axis.size, [1] * axis.size)
         *numbers, lowest, highest = torch.cat([counts, came, bounds(index)]).tolist()
         check_bounds(f"expert parallelism: {self.name}", lowest, highest, self.local * axis.size)
-        sent, received = numbers[: axis.size], numbers[axis.size :]
+        sent = numbers[: axis.size]
+        received = numbers[axis.size :]
         wanted = axis.exchange(index[token], sent, received) - axis.place * self.local
         rows, scales = exchange(axis, sent, received, hidden[token], weights[token])
         output = self._compute(rows, wanted, scales, args, kwargs)
@@ -371,7 +377,8 @@ class ExpertPlan:
                 f"expert parallelism: the first dimension of every parameter of {name} must be the experts, "
                 f"got {shapes or 'no parameters'}"
             )
-        total, size = lengths.pop(), self.axis.size
+        total = lengths.pop()
+        size = self.axis.size
         if total % size:
             fitting = [str(n) for n in range(1, total + 1) if total % n == 0]
             raise ParameterError(

@@ -18,7 +18,8 @@ class SharedForward:
     """Replaces a module's forward; a copy of the model computes with the copied module."""
 
     def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
-        self.module, self.axis = module, axis
+        self.module = module
+        self.axis = axis
         self.name = ""
         """The module's name in the model, for what is said about it."""
 
@@ -40,7 +41,8 @@ class SharedForward:
 class ColumnForward(SharedForward):
     """Computes a part of a linear layer's outputs."""
 
-    gathers, is_followed = False, True
+    gathers = False
+    is_followed = True
     """Say whether the parts are joined, and whether what is computed with a part is looked at."""
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class RowForward(SharedForward):
                 f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        output, bias = leave(functional.linear(part, self.module.weight), self.axis), self.module.bias
+        output = leave(functional.linear(part, self.module.weight), self.axis)
+        bias = self.module.bias
         return output if bias is None else output + bias
 
 
@@ -114,7 +117,8 @@ class VocabularyForward(SharedForward):
 
     def __init__(self, module: nn.Module, axis: TensorAxis, first: int, rows: int) -> None:
         super().__init__(module, axis)
-        self.first, self.rows = first, rows
+        self.first = first
+        self.rows = rows
 
     def __call__(self, input: Tensor) -> Tensor:
         local = input - self.first
@@ -160,7 +164,8 @@ class GradientSum:
     """Sums a gradient over the axis, or over the group that it keeps for a use: a hook on its parameter."""
 
     def __init__(self, axis: TensorAxis, use: Hashable = "passes") -> None:
-        self.axis, self.use = axis, use
+        self.axis = axis
+        self.use = use
 
     def __call__(self, gradient: Tensor) -> Tensor:
         return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.use)

@@ -32,7 +32,8 @@ from .plans import keep_states_whole
 NOTE = "zlaunch_line"
 """Names the attribute of a model that says what its layers are: the name of the module whose children they
 are, or a list of modules."""
-USES, WEIGHTS = "zlaunch_uses", "zlaunch_weights"
+USES = "zlaunch_uses"
+WEIGHTS = "zlaunch_weights"
 """Name the attribute of a layer that lists modules which it computes with but which are registered elsewhere,
 and that of a model that has the layers' weights by which they are divided."""
 
@@ -136,7 +137,8 @@ def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list
 
 def _balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Divide so that the heaviest part is as light as can be (the linear partition problem, by bisection)."""
-    low, high = max(weights), sum(weights)
+    low = max(weights)
+    high = sum(weights)
     while low < high:
         limit = (low + high) // 2
         if len(_filled(weights, limit)) <= parts:
@@ -154,7 +156,8 @@ def _balanced(weights: Sequence[int], parts: int) -> list[int]:
 
 def _filled(weights: Sequence[int], limit: int) -> list[int]:
     """Return where parts begin that are filled up to a limit, one after the other."""
-    starts, total = [0], 0
+    starts = [0]
+    total = 0
     for index, weight in enumerate(weights):
         if total + weight > limit:
             starts.append(index)
@@ -297,7 +300,8 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
                 f"pipeline parallelism: {name}, a {type(module).__name__}, keeps running statistics that "
                 "only one stage would update: use another norm"
             )
-    owners, tied = owners_of(line), []
+    owners = owners_of(line)
+    tied = []
     several = sorted({stages for stages in owners.values() if len(stages) > 1})
     for one, other in combinations(several, 2):
         if len(one) == len(other) and set(one) & set(other):
@@ -307,7 +311,8 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
             )
     positions = axis.comm.mesh.tensor
     for parameter in line.model.parameters():
-        unit, cut = owner_of(parameter), cut_of(parameter)
+        unit = owner_of(parameter)
+        cut = cut_of(parameter)
         if unit is not None:
             unit.wait_unsharded()
             values = parameter.detach().clone()
@@ -324,7 +329,8 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
             boxes = base * len(stages)
             place += stages.index(axis.stage) * len(base)
         else:
-            boxes, place = (_empty(shape),), 0
+            boxes = (_empty(shape),)
+            place = 0
             parameter.data = parameter.detach().new_empty([0] * len(shape))
         mark(
             parameter,
@@ -515,7 +521,9 @@ class LayerForward:
     """
 
     def __init__(self, module: nn.Module, index: int, passes: Passes) -> None:
-        self.module, self.index, self.passes = module, index, passes
+        self.module = module
+        self.index = index
+        self.passes = passes
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -539,7 +547,8 @@ class LayerForward:
             if self.index == run.stop:
                 run.captured = hidden
             output = run.stand_in(hidden)
-        run.last, run.version = output, _version(output)
+        run.last = output
+        run.version = _version(output)
         return output
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -594,14 +603,18 @@ class OutsideForward:
     """
 
     def __init__(self, module: nn.Module, name: str, is_early: bool, passes: Passes) -> None:
-        self.module, self.name, self.is_early, self.passes = module, name, is_early, passes
+        self.module = module
+        self.name = name
+        self.is_early = is_early
+        self.passes = passes
         self.inner = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module, or stand for it. Raises ParameterError if it is used on the other side of the
         layers than it is registered.
         """
-        run, line = self.passes.run, self.passes.line
+        run = self.passes.run
+        line = self.passes.line
         if run is None or placeholder.in_backward():
             if any(parameter.numel() == 0 for parameter in self.module.parameters()):
                 raise ParameterError(

@@ -47,7 +47,8 @@ from .pipeline import (
 
 Call = Callable[[Any, bool], Any]
 """Calls the model with a micro-batch, and tells it whether the loss is wanted; returns the loss then."""
-_FIRST, _EVERY = 3, 50
+_FIRST = 3
+_EVERY = 50
 """Say in which steps it is watched what passes change."""
 Meta = tuple[tuple[int, ...], torch.dtype]
 
@@ -57,7 +58,11 @@ class PartModule(nn.Module):
 
     def __init__(self, part: int, line: Line, passes: Passes, axis: StageAxis, call: Call) -> None:
         super().__init__()
-        self._part, self._line, self._passes, self._axis, self._call = part, line, passes, axis, call
+        self._part = part
+        self._line = line
+        self._passes = passes
+        self._axis = axis
+        self._call = call
         self.micro_batches: Sequence[Any] = ()
         self.foreign: ForeignValues | None = None
         """Follows other stages' values, in a trial pass."""
@@ -71,7 +76,8 @@ class PartModule(nn.Module):
 
     def forward(self, *received: Any, number: Tensor) -> Any:
         """Return what the next part gets, or the loss as (1,)."""
-        line, first = self._line, self._part == 0
+        line = self._line
+        first = self._part == 0
         given = None if first else received[0]
         run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given, foreign=self.foreign)
         count = self._axis.comm._count
@@ -125,7 +131,10 @@ class Stages:
         before: Callable[[], None],
     ) -> None:
         """``call`` calls the model; ``before`` is called before each backward pass."""
-        self.line, self.axis, self.schedule, self._before = line, axis, schedule, before
+        self.line = line
+        self.axis = axis
+        self.schedule = schedule
+        self._before = before
         own = range(axis.stage, line.parts, line.stages)
         self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
         self._metas: dict[Any, list[Meta]] = {}
@@ -200,13 +209,15 @@ class Stages:
     def _evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         for module in self.modules.values():
             module.micro_batches = micro_batches
-        metas, losses = self._probe(key), []
+        metas = self._probe(key)
+        losses = []
         self._expect(metas)
         for number in range(len(micro_batches)):
             for part in range(self.line.parts):
                 if part not in self.modules:
                     continue
-                module, received = self.modules[part], tuple[Tensor, ...]()
+                module = self.modules[part]
+                received = tuple[Tensor, ...]()
                 if part and part - 1 not in self.modules:
                     shape, dtype = metas[part - 1]
                     buffer = torch.empty(shape, dtype=dtype, device=self.axis.comm.device)
@@ -322,7 +333,11 @@ class StagedModel:
     def __init__(
         self, line: Line, axis: StageAxis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
     ) -> None:
-        self.line, self.axis, self.tied, self.schedule, self.passes = line, axis, tied, schedule, passes
+        self.line = line
+        self.axis = axis
+        self.tied = tied
+        self.schedule = schedule
+        self.passes = passes
         self.stages: Stages | None = None
         self.collected: dict[int, Tensor] = {}
         ranks = ", ".join(map(str, axis.ranks))
@@ -412,7 +427,8 @@ class Pipelined(WholeSteps):
         engine._states.check("engine.train_batch()")
         engine.checkpoints.check()
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
-        stages, pipeline = self._pipeline.stages, self._pipeline
+        stages = self._pipeline.stages
+        pipeline = self._pipeline
         assert stages is not None
         self._take_unfrozen()
         engine.module.train()
@@ -585,7 +601,10 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
             )
     if comm.mesh.pipeline == 1:
         return None
-    section, stages, problem, line = config.pipeline, comm.mesh.pipeline, None, None
+    section = config.pipeline
+    stages = comm.mesh.pipeline
+    problem = None
+    line = None
     try:
         _check_torch()
         name, layers = find_line(model)

@@ -48,7 +48,8 @@ class SequenceLoss:
 
     def __init__(self, axis: SequenceAxis, whole: Callable[..., Tensor]) -> None:
         """``whole`` computes the loss outside of a pass with parts of sequences."""
-        self.axis, self.whole = axis, whole
+        self.axis = axis
+        self.whole = whole
         self.calls = 0
 
     def __call__(
@@ -127,7 +128,9 @@ class _Forward:
     """Replaces a model's forward; a copy of the model computes with the copied module."""
 
     def __init__(self, module: Any, axis: SequenceAxis, layers: int) -> None:
-        self.module, self.axis, self.layers = module, axis, layers
+        self.module = module
+        self.axis = axis
+        self.layers = layers
         self.__signature__ = inspect.signature(type(module).forward)  # with self, as torch's wrappers have it
         self.__signature__ = self.__signature__.replace(
             parameters=list(self.__signature__.parameters.values())[1:]
@@ -161,7 +164,8 @@ class _Forward:
         has_cache = given.get("use_cache", getattr(self.module.config, "use_cache", False))
         if "use_cache" in self.__signature__.parameters:
             given["use_cache"] = False
-        before, self.axis.positions = self.axis.attentions, position_ids
+        before = self.axis.attentions
+        self.axis.positions = position_ids
         passes.append(WholeSequences(length, None if has_cache else position_ids))
         try:
             output = self.original(given)
@@ -295,11 +299,13 @@ class RotaryForward:
     """Replaces a rotary embedding's forward: computes with whole sequences, and returns this rank's part."""
 
     def __init__(self, module: Any, axis: SequenceAxis) -> None:
-        self.module, self.axis = module, axis
+        self.module = module
+        self.axis = axis
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return cosines and sines, (batch or 1, tokens, width), of this rank's tokens."""
-        whole, forward = self.axis.positions, type(self.module).forward
+        whole = self.axis.positions
+        forward = type(self.module).forward
         is_part = whole is not None and whole.shape[-1] == position_ids.shape[-1] * self.axis.size
         if whole is None or not is_part:
             return forward(self.module, x, position_ids, *args, **kwargs)
@@ -344,7 +350,8 @@ class ScriptForward:
     """
 
     def __init__(self, module: nn.Module, axis: SequenceAxis) -> None:
-        self.module, self.axis = module, axis
+        self.module = module
+        self.axis = axis
         self._has_looked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

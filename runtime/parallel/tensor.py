@@ -42,7 +42,8 @@ from .plans import find_plan, keep_states_whole
 _DIM = {"colwise": -2, "colwise_gather_output": -2, "packed_colwise": -2}
 _DIM |= {"rowwise": -1, "rowwise_split_input": -1, "packed_rowwise": -1}
 _SHARED_HEADS = ("k_proj", "v_proj")
-_HEADS, _FUSED = ("q_proj", "k_proj"), ("qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj")
+_HEADS = ("q_proj", "k_proj")
+_FUSED = ("qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj")
 _DIFFERENT = "different"
 _SHOWN = 10
 
@@ -51,7 +52,9 @@ class Decision:
     """Holds what is decided: nothing is changed before all of it is."""
 
     def __init__(self, model: nn.Module, plan: dict[str, str], axis: TensorAxis) -> None:
-        self.model, self.plan, self.axis = model, plan, axis
+        self.model = model
+        self.plan = plan
+        self.axis = axis
         self.modules = dict(model.named_modules())
         self.names: dict[int, str] = {}
         self.users: dict[int, list[tuple[str, str]]] = {}
@@ -106,7 +109,9 @@ class Decision:
         self.settings += self.experts.settings
 
     def _check_heads(self) -> None:
-        size, heads, keys = self.axis.size, self.heads, self.key_heads
+        size = self.axis.size
+        heads = self.heads
+        keys = self.key_heads
         attention = [n for n, s in self.plan.items() if s == "colwise" and n.endswith((*_HEADS, *_FUSED))]
         if attention and _DIFFERENT in (heads, keys):
             raise ParameterError(
@@ -210,7 +215,8 @@ class Decision:
 
     def _plan_shared_heads(self, name: str, module: nn.Linear) -> None:
         """Give each rank one key-value head, the one of its query heads; several ranks have the same."""
-        size, keys = self.axis.size, self.key_heads
+        size = self.axis.size
+        keys = self.key_heads
         assert isinstance(keys, int)
         for parameter in (module.weight, module.bias):
             if parameter is not None:
@@ -238,7 +244,8 @@ class Decision:
                 )
         weight = self._own_weight(name, module)
         dim = 0 if style == "embedding_rowwise" else 1
-        total, size = weight.shape[dim], self.axis.size
+        total = weight.shape[dim]
+        size = self.axis.size
         if total % size:
             what = "columns" if dim else "rows"
             self.left_whole.append(f"{name} is replicated: its {total} {what} cannot be divided by {size}")
@@ -370,7 +377,9 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     _refuse_cut(model)
     if not divides_layers(comm):
         return
-    axis, work, problem = TensorAxis(comm), None, None
+    axis = TensorAxis(comm)
+    work = None
+    problem = None
     try:
         plan = find_plan(model, config.tensor_parallel.plan) if axis.size > 1 else {}
         work = Decision(model, plan, axis)
@@ -408,7 +417,8 @@ def _parts(work: Decision) -> set[int]:
     """Return the ids of parameters that ranks which share layers have different parts of, or whose gradients
     they sum by the plan.
     """
-    size, found = work.axis.size, {id(parameter) for parameter, _ in work.summed}
+    size = work.axis.size
+    found = {id(parameter) for parameter, _ in work.summed}
     among_experts = {} if work.experts is None else work.experts.boxes
     for identity, boxes in (*work.boxes.items(), *among_experts.items()):
         if len(set(boxes[:size])) > 1:  # of the first ranks that share layers, and so of all
@@ -428,9 +438,11 @@ def _refuse_cut(model: nn.Module) -> None:
 
 def _tell(work: Decision) -> None:
     """Say what is shared."""
-    axis, experts = work.axis, work.experts
+    axis = work.axis
+    experts = work.experts
     if axis.size > 1:
-        samples, crossing = axis.comm.mesh.samples, _crosses_nodes(axis.size)
+        samples = axis.comm.mesh.samples
+        crossing = _crosses_nodes(axis.size)
         groups = "1 data-parallel group" if samples == 1 else f"{samples} data-parallel groups"
         tell = say if crossing else detail
         tell(
@@ -464,7 +476,8 @@ def apply(work: Decision) -> None:
         work.experts.axis.open()
     _cut(work)
     for name, forward in work.forwards.items():
-        forward.name, work.modules[name].forward = name, forward
+        forward.name = name
+        work.modules[name].forward = forward
     _sum_gradients(work)
     for module, key, value in work.settings:
         setattr(module, key, value)

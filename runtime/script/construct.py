@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 M = TypeVar("M", bound=nn.Module)
-_LOOKS, _LOOK_S = 20, 0.001
+_LOOKS = 20
+_LOOK_S = 0.001
 _IGNORED = {
     "zero_param_parallel_group",
     "zero_quantized_weights",
@@ -148,7 +149,8 @@ class _Builder:
         for kind in _subclasses(nn.Module):
             if "__init__" in kind.__dict__:
                 self._wrap(kind)
-        wrap, original = self._wrap, nn.Module.__dict__.get("__init_subclass__")
+        wrap = self._wrap
+        original = nn.Module.__dict__.get("__init_subclass__")
 
         def init_subclass(kind: type[nn.Module], /, **options: Any) -> None:
             super(nn.Module, kind).__init_subclass__(**options)

@@ -45,7 +45,8 @@ class Integrity:
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        self._module, self._units = module, units
+        self._module = module
+        self._units = units
         self._frozen = [p for unit in units if not unit.trainable for p in unit.parameters]
         self._outside = [(n, p) for n, p in module.named_parameters() if placeholder.owner(p) is None]
         self._record()
@@ -82,7 +83,8 @@ class Integrity:
         if any(map(len, self._empty)):
             changed += [(*pair, ()) for pair in zip(self._owners, self._empty, strict=True) if pair[1]]
         for module, table, expected in changed:
-            kept, here = filter(_matters, expected), filter(_matters, table.values())
+            kept = filter(_matters, expected)
+            here = filter(_matters, table.values())
             if [id(each) for each in kept] != [id(each) for each in here]:
                 raise ParameterError(self._explain(module, table, expected))
         if changed:
@@ -235,14 +237,16 @@ def whole_state(step: ShardedOptimizer) -> WholeState | None:
     """
     found: WholeState = {}
     for part in step.slices:
-        unit, leaf = part.unit, part.leaf
+        unit = part.unit
+        leaf = part.leaf
         is_whole = unit.stop - unit.start == unit.numel
         if not is_whole or leaf is None or not isinstance(unit.store, DeviceStore):
             return None
         entries = widen_all(part.entries(step.optimizer.state))
         first = unit.start + part.start
         for index, low, high in unit.layout.overlaps(first, unit.start + part.stop) if entries else ():
-            parameter, shape = unit.parameters[index], unit.shapes[index]
+            parameter = unit.parameters[index]
+            shape = unit.shapes[index]
             own = found[parameter] = {}
             for key, value in entries.items():
                 if is_elementwise(value, leaf):
@@ -278,8 +282,11 @@ class Handles:
         """Watch one engine's parameters; ``units`` builds units for those that are unfrozen. ``config`` and
         ``dtype``, what the model computes in, say which groups an optimizer may be given.
         """
-        self._config, self._dtype = config, dtype
-        self._sharded, self._reducer, self._step = sharded, reducer, step
+        self._config = config
+        self._dtype = dtype
+        self._sharded = sharded
+        self._reducer = reducer
+        self._step = step
         self._factory = units
         self._integrity = Integrity(sharded.module, sharded.units)
         self._groups = GroupIntegrity(step.outer) if step is not None else None
@@ -363,7 +370,8 @@ class Handles:
 
     def _regroup(self) -> None:
         """Build units with optimizer state for parameters that have been unfrozen."""
-        step, sharded = self._step, self._sharded
+        step = self._step
+        sharded = self._sharded
         assert step is not None
         self._check_here()
         step.wait()
@@ -445,7 +453,8 @@ class Handles:
 
     def _shard_mark(self) -> dict[str, Any]:
         assert self._step is not None
-        options, comm = self._sharded.options, self._sharded.comm
+        options = self._sharded.options
+        comm = self._sharded.comm
         return {
             "rank": comm.rank,
             "world_size": comm.world_size,

@@ -116,7 +116,8 @@ class _ZeroGrad:
     """Replaces ``Module.zero_grad``: the engine has the gradients. On a copy of the module it is torch's."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
-        self._module, self._is_root = module, is_root
+        self._module = module
+        self._is_root = is_root
 
     def __call__(self, set_to_none: bool = True) -> None:
         rest: list[nn.Parameter] = []

@@ -185,7 +185,8 @@ def guard(
             members[name] = _refused(name, kind.__name__)
     for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
         optimizer.__dict__.pop(name, None)  # a scheduler's wrapper, which calls the former class
-    optimizer._engine, optimizer._kind = engine, kind  # type: ignore[attr-defined]
+    optimizer._engine = engine  # type: ignore[attr-defined]
+    optimizer._kind = kind  # type: ignore[attr-defined]
     optimizer.state = _SpreadState()  # type: ignore[assignment]
     optimizer._opt_called = True  # type: ignore[attr-defined]
     guarded: Any = type(kind.__name__, (base, kind), members)

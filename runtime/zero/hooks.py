@@ -92,7 +92,8 @@ class Pass:
 
     def reset(self) -> None:
         """Note that no call is going on any more."""
-        self.depth, self._caller = 0, None
+        self.depth = 0
+        self._caller = None
         if self.phase is Phase.FORWARD:
             self._move(Phase.IDLE)
 
@@ -106,7 +107,8 @@ class Pass:
 
     def _move(self, to: Phase) -> None:
         assert to in _ALLOWED[self.phase], f"{self.phase.name} -> {to.name}"
-        self.phase, self._since = to, next(_began)
+        self.phase = to
+        self._since = next(_began)
         self.is_backward = to is Phase.BACKWARD
 
     def was_cut_off(self) -> bool:
@@ -180,7 +182,10 @@ class Prefetch:
 
     def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
         """Limit the elements of sharded units that are unsharded at one time to ``max_live_numel``."""
-        self._blocks, self._comm, self._enabled, self._max_live_numel = blocks, comm, enabled, max_live_numel
+        self._blocks = blocks
+        self._comm = comm
+        self._enabled = enabled
+        self._max_live_numel = max_live_numel
 
     def after(self, order: OrderHint, index: int) -> None:
         """Start to gather the block that comes next; two blocks where units have to be read from disk."""
@@ -326,8 +331,11 @@ class ShardedModel:
         prefetch_numel: int,
         max_live_numel: int,
     ) -> None:
-        self.module, self.blocks, self.options = module, blocks, options
-        self.reducer, self.comm = reducer, comm
+        self.module = module
+        self.blocks = blocks
+        self.options = options
+        self.reducer = reducer
+        self.comm = comm
         self.units = [unit for block in blocks for unit in block.units]
         self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
         self._root = blocks[0]
@@ -336,7 +344,8 @@ class ShardedModel:
         comm.computes_since = self._pass.since
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
-        self._forward_order, self._backward_order = OrderHint(), OrderHint()
+        self._forward_order = OrderHint()
+        self._backward_order = OrderHint()
         self.loss_scaling = LossScaling()
         self._saved = SavedTensors(self._on_saved)
         self._saved.watch(self.units)
@@ -545,10 +554,12 @@ class ShardedModel:
 
     def _on_gradient(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
         # weak: torch keeps such a hook where the collector of cycles does not see it
-        model, its_unit = weakref.ref(self), weakref.ref(unit)
+        model = weakref.ref(self)
+        its_unit = weakref.ref(unit)
 
         def on_gradient(parameter: Tensor) -> None:
-            alive, own = model(), its_unit()
+            alive = model()
+            own = its_unit()
             if alive is not None and own is not None:
                 alive._take_gradient(own, index, parameter)
 

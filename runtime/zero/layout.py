@@ -60,7 +60,8 @@ class Layout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the ranges that belong to no parameter: alignment and the padding at the end."""
-        found, at = [], 0
+        found = []
+        at = 0
         for slot in self.slots:
             if slot.offset > at:
                 found.append((at, slot.offset))
@@ -73,7 +74,8 @@ class Layout:
         """Return ``(slot index, from, to)``, flat coordinates, for each slot that meets [start, stop)."""
         found = []
         for index, slot in enumerate(self.slots):
-            low, high = max(start, slot.offset), min(stop, slot.stop)
+            low = max(start, slot.offset)
+            high = min(stop, slot.stop)
             if low < high:
                 found.append((index, low, high))
         return found

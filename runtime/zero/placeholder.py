@@ -138,7 +138,8 @@ class _ReadOnly(TorchDispatchMode):
 
     def __init__(self, addresses: set[int], name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own is untyped
-        self._addresses, self._name = addresses, name
+        self._addresses = addresses
+        self._name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -43,7 +43,8 @@ def is_shardable(parameter: Tensor) -> bool:
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-UNIT_NUMEL, UNIT_NUMEL_CPU = 16_000_000, 2_000_000
+UNIT_NUMEL = 16_000_000
+UNIT_NUMEL_CPU = 2_000_000
 """Limit the size up to which neighbouring blocks share a unit at stages 0 to 2; the config's
 reduce_bucket_size may be less. Large enough for full bandwidth (32 MB of a 16-bit type, which NCCL wants
 between machines; what a CPU's cache holds), small enough to overlap.
@@ -227,7 +228,8 @@ class UnitFactory:
             if trained or not any(p.requires_grad and id(p) in groups for p in unit.parameters):
                 units.append(unit)
                 continue
-            rebuilt, was_sharded = True, unit.shard_params
+            rebuilt = True
+            was_sharded = unit.shard_params
             unit.detach()
             for alike in _by_kind(members, groups, self.comm):
                 # persistent only where the former unit was: their total may not grow

@@ -101,7 +101,8 @@ class Bucket:
 
     def set_tensor(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
-        self.views, self.written = [], [False] * len(self.unit.parameters)
+        self.views = []
+        self.written = [False] * len(self.unit.parameters)
         if tensor is not None:
             slots = zip(self.unit.layout.slots, self.unit.shapes, strict=True)
             self.views = [tensor[s.offset : s.stop].view(shape) for s, shape in slots]
@@ -182,7 +183,8 @@ class GradientReducer:
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
-        self.comm, self.options = comm, options
+        self.comm = comm
+        self.options = options
         self.sync = True
         """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
         self.local = False
@@ -255,7 +257,8 @@ class GradientReducer:
             bucket.tensor[slot.offset : slot.stop].zero_()
         for shard in (bucket.carry, bucket.store.grad() if bucket.store.has_grad else None):
             if shard is not None:
-                low, high = max(slot.offset, unit.start), min(slot.stop, unit.stop)
+                low = max(slot.offset, unit.start)
+                high = min(slot.stop, unit.stop)
                 if low < high:
                     shard[low - unit.start : high - unit.start].zero_()
         if bucket.store.has_grad:
@@ -410,7 +413,9 @@ class GradientReducer:
         bucket.move(BucketState.REDUCED)
 
     def _reduce_transient(self, bucket: Bucket) -> _Reduction:
-        unit, sent, first = bucket.unit, bucket.tensor, bucket.state is BucketState.COLLECTING
+        unit = bucket.unit
+        sent = bucket.tensor
+        first = bucket.state is BucketState.COLLECTING
         assert sent is not None
         dtype = unit.link.reduced_dtype(sent.dtype)
         shard = bucket.store.room_for_grad(first, dtype, self._rest(unit, first))
@@ -427,7 +432,8 @@ class GradientReducer:
         narrow = None
         if bucket.tensor.dtype != dtype:
             narrow = self._pool.lend(dtype, unit.numel).copy_(bucket.tensor)
-        wide, send = bucket.tensor, bucket.tensor if narrow is None else narrow
+        wide = bucket.tensor
+        send = bucket.tensor if narrow is None else narrow
         if unit.stop - unit.start < unit.numel:
             pending = self.comm.reduce_scatter(bucket.own, send, unit.tag)
         else:

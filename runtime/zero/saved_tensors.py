@@ -105,8 +105,10 @@ class _Place:
     __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit")
 
     def __init__(self, unit: Unit, tensor: Tensor) -> None:
-        self._unit, self._generation = unit, unit.generation
-        self._size, self._stride = tensor.size(), tensor.stride()
+        self._unit = unit
+        self._generation = unit.generation
+        self._size = tensor.size()
+        self._stride = tensor.stride()
         self._start = int(tensor.storage_offset())
         self._parameter = unit.parameter_at(self._start)
 
@@ -150,7 +152,8 @@ class _Foreign:
     __slots__ = ("_packed", "_unpack")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._packed, self._unpack = packed, unpack
+        self._packed = packed
+        self._unpack = unpack
 
     def tensor(self) -> Tensor:
         return self._unpack(self._packed)
@@ -198,7 +201,8 @@ class SavedTensors:
         if outer is not None and _is_recomputed(outer[0]):
             return True
         push(self._hooks)
-        self._owner, self._depth = module, 1
+        self._owner = module
+        self._depth = 1
         return True
 
     def leave(self, module: object) -> None:
@@ -213,7 +217,8 @@ class SavedTensors:
         """Deactivate the hooks, if they are active."""
         if self._owner is None:
             return
-        self._owner, self._depth = None, 0
+        self._owner = None
+        self._depth = 0
         innermost = top()
         if innermost is not None and innermost[0] == self._hooks[0]:
             pop()

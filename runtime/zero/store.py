@@ -109,7 +109,8 @@ class OpenTile:
     """Shows a tile of a shard while it is used. This base class is for memory: nothing is read or written."""
 
     def __init__(self, values: ValueStore, view: TileView) -> None:
-        self._values, self._view = values, view
+        self._values = values
+        self._view = view
 
     def wait(self) -> TileView:
         """Return the tile's content once it is in memory. Raises DiskError."""
@@ -312,7 +313,8 @@ class DeviceStore(ShardStore):
 
     def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
         """Return the gradient itself for the first of a step."""
-        self._rest, memory = rest, self.grad_memory
+        self._rest = rest
+        memory = self.grad_memory
         if not first:
             return torch.empty_like(self.master, dtype=dtype)
         if memory is None or memory.dtype != rest:

@@ -101,7 +101,8 @@ class Writes:
     def arrive(self) -> None:
         """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
         if self._unit.shard_params:
-            self._exposed, self._rounded = False, None
+            self._exposed = False
+            self._rounded = None
             self._each = [parameter._version for parameter in self._unit.parameters]
 
     def find_lost(self) -> str | None:
@@ -184,7 +185,10 @@ class Unit:
         engine's units later, and it has no optimizer state. ``stage3``: its parameters would be sharded if
         they were large enough; by default as ``shard_params``. ``is_new``: made in the middle of a run.
         """
-        self.name, self.names, self.parameters, self.layout = name, list(names), list(parameters), layout
+        self.name = name
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.layout = layout
         self.full: Tensor
         self.shapes = [placeholder.shape_of(p) for p in parameters]
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
@@ -192,13 +196,18 @@ class Unit:
         self.tag = comm.label(name, self.link)
         self.offsets = [slot.offset for slot in layout.slots]
         self.copies = copies * self.data.size // (self.link.shards if shard_optimizer else 1)
-        self.generation, self.writes = 0, Writes(self)
+        self.generation = 0
+        self.writes = Writes(self)
         self.gradients: GradientBook | None = None
         """Collects the gradients of its parameters."""
-        self.comm, self.dtype, self.device = comm, dtype, comm.device
-        self.provisional, self.is_rounded = provisional, False
+        self.comm = comm
+        self.dtype = dtype
+        self.device = comm.device
+        self.provisional = provisional
+        self.is_rounded = False
         self.trainable = parameters[0].requires_grad and not provisional
-        self.shard_params, self.poison = shard_params, poison
+        self.shard_params = shard_params
+        self.poison = poison
         self.stage3 = shard_params if stage3 is None else stage3
         self.state = UnitState.UNSHARDED
         self.on_demand: Callable[[Owner], bool] | None = None
@@ -308,7 +317,8 @@ class Unit:
         self.check_here(VALUES)
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         self.is_rounded = rounded and not self.provisional and self.link.rounds(self.trainable)
-        updated, self.updated = self.updated, DONE
+        updated = self.updated
+        self.updated = DONE
         updated.wait()
         with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
@@ -463,7 +473,8 @@ class Unit:
 
     def is_in_place(self, index: int) -> bool:
         """Tell whether parameter ``index`` still has the class and the memory that the unit gave it."""
-        parameter, kinds = self.parameters[index], self._kinds[index]
+        parameter = self.parameters[index]
+        kinds = self._kinds[index]
         if self.state is UnitState.GATHERING:
             return parameter.__class__ in (kinds.pending, kinds.sharded)
         full = self.state is UnitState.UNSHARDED
@@ -509,7 +520,8 @@ class Unit:
         self.wait_unsharded()
         self._let_go([view.clone() for view in self._views])
         self._drop_buffer()
-        self._views, self.store = [], None
+        self._views = []
+        self.store = None
         self.values = DeviceValues(self.full)
         self.generation += 1
         self.link.forget(self.tag)

@@ -81,8 +81,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/sweep/trials.py",
-        'self._sign = rules, 1.0 if goal == "min" else -1.0',
-        "self._sign = rules, 1.0",
+        'self._sign = 1.0 if goal == "min" else -1.0',
+        "self._sign = 1.0",
         "successive halving keeps the smallest metric with goal max",
         _HALVING,
     ),

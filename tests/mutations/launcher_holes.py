@@ -214,8 +214,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- nodes that are not alike
     Mutation(
         "zlaunch/launchers/slurm.py",
-        "first, world = sum(counts[: place.rank_of_node]), sum(counts)",
-        "first, world = here * place.rank_of_node, here * len(counts)",
+        "            first = sum(counts[: place.rank_of_node])\n            world = sum(counts)\n",
+        "            first = here * place.rank_of_node\n            world = here * len(counts)\n",
         "tasks of nodes with different numbers of GPUs do not agree on ranks",
         _SRUN,
     ),
@@ -435,7 +435,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/node/agent.py",
-        "        self.heartbeat_s, self._heard_at = None, boot_clock.now_s()",
+        "        self.heartbeat_s = None\n        self._heard_at = boot_clock.now_s()",
         "        self.heartbeat_s = None",
         "after a long attempt an agent does not wait for the next plan",
         _UPLINK,

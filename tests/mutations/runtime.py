@@ -51,8 +51,8 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/precision.py",
-        'int(state["left"]), int(state["step"])',
-        'int(state["step"]), int(state["left"])',
+        'self._left = int(state["left"])',
+        'self._left = int(state["step"])',
         "a loaded loss scaler mixes up its counters",
         _SCALER,
     ),
@@ -219,8 +219,8 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/observe/clock.py",
-        "milliseconds, self._before[name] = (seconds - before) * 1e3, seconds",
-        "milliseconds, self._before[name] = seconds * 1e3, seconds",
+        "milliseconds = (seconds - before) * 1e3",
+        "milliseconds = seconds * 1e3",
         "the waits of all steps count as those of the last",
         ("tests/unit/monitor/test_step_clock.py",),
     ),

@@ -22,7 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/arguments.py",
-        "        args, model = None, args\n",
+        "        model = args\n        args = None\n",
         "        pass\n",
         "a model as the first argument is taken for the script's arguments",
         (_ARGUMENTS,),

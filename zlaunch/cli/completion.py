@@ -35,7 +35,8 @@ class _Runs(click.types.StringParamType):
         """Return the names; folders too where one may stand, or where a path has been begun."""
         known = find_runs(Path(DEFAULT_FOLDER))[::-1]
         if ctx.command.name in _NEED_A_LIVING_RUN:
-            newest, known = known[:1], [each for each in known if each.state == "running"]
+            newest = known[:1]
+            known = [each for each in known if each.state == "running"]
             last = known[:1] == newest and bool(known)
         else:
             last = bool(known)
@@ -100,7 +101,9 @@ def _command_of(words: Sequence[str]) -> tuple[click.Command, click.Context | No
     """Return the command that the words name, the context of its group, and the words after its name."""
     if not words or words[0] not in SUBCOMMANDS:
         return run, None, list(words)
-    command, parent, rest = load(words[0]), None, list(words[1:])
+    command = load(words[0])
+    parent = None
+    rest = list(words[1:])
     while isinstance(command, click.Group) and rest and rest[0] in command.commands:
         parent = click.Context(command, parent, info_name=command.name, **command.context_settings)
         command = command.commands[rest.pop(0)]

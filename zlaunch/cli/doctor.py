@@ -125,7 +125,8 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
     from zlaunch.supervisor.checkups import ask_checkups
     from zlaunch.supervisor.nodes import close_all, connect
 
-    options, hosts = launcher.options, launcher.hosts
+    options = launcher.options
+    hosts = launcher.hosts
     nodes, errors = connect(hosts, launcher.open_transport, _CONNECT_TIMEOUT_S)
     nccl_setting = launcher.environ.get("NCCL_SOCKET_IFNAME") or options.iface
     try:
@@ -157,7 +158,8 @@ def _meet(nodes: Sequence[Node], iface: str | None) -> tuple[dict[str, str], dic
     from zlaunch.errors import NodeError
     from zlaunch.supervisor.nodes import find_rendezvous
 
-    left, errors = list(nodes), dict[str, str]()
+    left = list(nodes)
+    errors = dict[str, str]()
     if len(left) < 2 or (iface is not None and iface not in left[0].facts.addresses):
         return {}, {}  # the report names the second
     deadline = time.monotonic() + _MEET_TIMEOUT_S
@@ -197,7 +199,8 @@ def table_rows(reports: Sequence[HostReport], problems: Sequence[Problem]) -> li
 def _cells(report: HostReport) -> dict[str, str]:
     cells = dict.fromkeys(COLUMNS, _NOT_KNOWN)
     cells["host"] = report.host
-    facts, checkup = report.facts, report.checkup
+    facts = report.facts
+    checkup = report.checkup
     if facts is not None:
         cells |= {"python": facts.python, "zlaunch": facts.version, "GPUs": describe_gpus(report) or "0"}
         shown = [f"{name} {addresses[0]}" for name, addresses in facts.addresses.items()]
@@ -208,7 +211,9 @@ def _cells(report: HostReport) -> dict[str, str]:
     if report.meets_by is not None or report.meet_error:
         cells["node 0"] = "cannot" if report.meet_error else f"by {report.meets_by}"
     if checkup is not None:
-        disk, shm, memlock = checkup.disk_free_bytes, checkup.shm_free_bytes, checkup.memlock_bytes
+        disk = checkup.disk_free_bytes
+        shm = checkup.shm_free_bytes
+        memlock = checkup.memlock_bytes
         cells |= {
             "torch": checkup.torch or "none",
             "driver": checkup.driver or "none",
@@ -233,7 +238,8 @@ def _show(reports: Sequence[HostReport], problems: Sequence[Problem]) -> None:
         console.print(whole)
     else:
         half = COLUMNS.index("memory")
-        upper, lower = [row[:half] for row in rows], [[row[0], *row[half:]] for row in rows]
+        upper = [row[:half] for row in rows]
+        lower = [[row[0], *row[half:]] for row in rows]
         console.print(make_table(COLUMNS[:half], upper, padding=padding))
         console.print(make_table(("host", *COLUMNS[half:]), lower, padding=padding))
     for problem in problems:

@@ -407,7 +407,8 @@ def estimate(
             click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
-            narrows, steps = optimizer in ("AdamW", "Lion", "SGD"), optimizer not in ("Lamb", "Muon")
+            narrows = optimizer in ("AdamW", "Lion", "SGD")
+            steps = optimizer not in ("Lamb", "Muon")
             smaller = [
                 text
                 for text, is_given in (
@@ -482,7 +483,8 @@ def _show(
     columns = ["", "ckpt.", "param.", "grad.", "optim.", "activ.", "GPU", "host", "NVMe"]
     rows = []
     for i, each in enumerate(found):
-        fits, states = each.fits(machines), each.states
+        fits = each.fits(machines)
+        states = each.states
         cells = [each.choice.name, "yes" if each.choice.checkpointed else "no"]
         amounts = [getattr(states, part).device for part in parts]
         amounts += [each.activations, each.device, states.total.host, states.total.disk]

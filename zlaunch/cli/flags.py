@@ -358,7 +358,8 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     flags = {name: given.get(name) for name in _NAMES}
     out = {name: value for name, value in given.items() if name not in _NAMES}
     config = flags["deepspeed_config_file"]
-    out["notes"], out["configs"] = [], () if config is None else ("--deepspeed_config", config)
+    out["notes"] = []
+    out["configs"] = () if config is None else ("--deepspeed_config", config)
     out["virtual_local_rank"] = bool(flags["virtual_local_rank"])
     teed = _streams("tee", flags["tee"])
     _streams("redirects", flags["redirects"])  # the logs have everything in any case
@@ -513,13 +514,17 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by
     `by_arrival` allows.
     """
     arrives = False
-    nodes, rank, hostfile = out["num_nodes"], out["node_rank"], out["hostfile"]
+    nodes = out["num_nodes"]
+    rank = out["node_rank"]
+    hostfile = out["hostfile"]
     if standalone:
         if nodes not in (None, 1) or rank not in (None, 0) or hostfile is not None:
             raise click.UsageError(
                 "--standalone means this machine only: remove the hostfile and the options for other nodes"
             )
-        nodes, rank, out["launcher"] = 1, None, out["launcher"] or LOCAL
+        nodes = 1
+        rank = None
+        out["launcher"] = out["launcher"] or LOCAL
     if nodes == 1 and rank == 0 and hostfile is None:
         rank = None  # this machine alone
     if rank is None and here.step_nodes is not None and out["launcher"] != LOCAL:
@@ -541,12 +546,15 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by
             raise click.UsageError(
                 f"--node_rank {rank}: give node 0's address with --master_addr or --rdzv_endpoint HOST:PORT"
             )
-    out["num_nodes"], out["node_rank"], out["no_ssh"] = nodes, rank, rank is not None
+    out["num_nodes"] = nodes
+    out["node_rank"] = rank
+    out["no_ssh"] = rank is not None
     return arrives
 
 
 def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, total: int | None) -> None:
-    nodes, elsewhere = out["num_nodes"], out["hostfile"] is not None or here.knows_hosts
+    nodes = out["num_nodes"]
+    elsewhere = out["hostfile"] is not None or here.knows_hosts
     if each == "cpu" and here.gpus:
         raise click.UsageError(
             "--nproc_per_node cpu: this machine has GPUs: hide them, CUDA_VISIBLE_DEVICES= zlaunch ..."

@@ -201,13 +201,15 @@ def _config(
     )
     sizes = from_numbers(numel, hidden, layers, VOCAB)
     each = batch // (nodes * count)
-    best, micro_batch = None, 1
+    best = None
+    micro_batch = 1
     for micro in (size for size in range(1, each + 1) if each % size == 0):
         found = choices.compare(sizes, machines, of_numbers(sizes, seq, micro, 2), dtype_bytes=2)
         fitting = choices.fastest_that_fits(found, machines)
         if fitting is None or (best is not None and fitting.choice != best.choice):
             break  # a larger micro-batch is worth less than a faster stage
-        best, micro_batch = fitting, micro
+        best = fitting
+        micro_batch = micro
     if best is None:
         plural = "s" * (nodes * count > 1)
         raise LaunchError(

@@ -167,7 +167,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
 
 def meant_command(words: Sequence[str]) -> str | None:
     """Return what to write instead of these words, where the first is a command or program of others."""
-    name, rest = words[0], list(words[1:])
+    name = words[0]
+    rest = list(words[1:])
     if name in _COMMANDS:
         return _COMMANDS[name]
     if name in _SAME_ARGUMENTS:

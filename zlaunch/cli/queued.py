@@ -81,7 +81,8 @@ def _become_as_submitted(request: StartRequest) -> None:
         text = "submitted with zlaunch 0.2.0 or older: it runs with the daemon's Python and settings"
         print(f"zlaunch: {text}", file=sys.stderr)
     elif (request.version, request.path) != (__version__, own):
-        before, now = f"{request.version} in {request.path}", f"{__version__} in {own}"
+        before = f"{request.version} in {request.path}"
+        now = f"{__version__} in {own}"
         print(f"zlaunch: submitted with zlaunch {before}, runs with {now}", file=sys.stderr)
     if request.settings is not None and (missed := request.settings.restore()):
         print(f"zlaunch: warning: not as submitted: {'; '.join(missed)}", file=sys.stderr)

@@ -64,7 +64,8 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     except NodeError as error:
         _note_refusal(given, error)
         raise
-    launcher, plan = chosen.launcher, chosen.plan
+    launcher = chosen.launcher
+    plan = chosen.plan
     from zlaunch.plan.checks import check_shown_local_ranks, parse_shown_ranks
 
     shown_ranks = parse_shown_ranks(given["log_ranks"], chosen.world_size)
@@ -168,7 +169,8 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
         options = replace(options, run_dir=str(folder.absolute()))
     launcher = kind(options, allocation)
     plan = launcher.known_plan()
-    count, spares = len(launcher.hosts), options.spares
+    count = len(launcher.hosts)
+    spares = options.spares
     if spares >= count:
         raise click.UsageError(f"--spares {spares}: at least one of the {count} hosts must not be a spare")
     if given["min_nodes"] is not None and given["min_nodes"] > count - spares:

@@ -294,7 +294,8 @@ _COLUMNS = ("state", "hosts", "workers", "started", "elapsed", "restarts")
 
 
 def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:
-    known, hosts = run.record, run.record.hosts
+    known = run.record
+    hosts = run.record.hosts
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
@@ -446,7 +447,8 @@ def _chosen_ranks(text: str, known: Collection[int]) -> list[int]:
 
 def _await_quiet(logs: dict[int, Path], before: dict[int, int]) -> None:
     """Wait until all logs have grown and then stood still, or a limit has passed."""
-    sizes, changed = before, time.monotonic()
+    sizes = before
+    changed = time.monotonic()
     deadline = changed + _STACKS_TIMEOUT_S
     while (now := time.monotonic()) < deadline:
         new = _sizes(logs)

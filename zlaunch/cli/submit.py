@@ -207,7 +207,8 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
             raise click.UsageError(
                 f"--run_dir {given['run_dir']}: the folder already contains a run: use another one"
             )
-        nodes, workers = tuple(demand.pool)[: demand.nodes], demand.nodes * per_node
+        nodes = tuple(demand.pool)[: demand.nodes]
+        workers = demand.nodes * per_node
         labels = run_folder.Labels(o.name, o.tags)
         run_folder.queued(str(path), o.run_id, nodes, workers, line, labels)
         (path / CONSOLE_LOG).touch()
@@ -288,7 +289,8 @@ def batch_of(asked: Asked) -> BatchScript:
         if not run.isdecimal():
             raise click.UsageError(f"--after {run}: --queue slurm needs a SLURM job ID")
     check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
-    count, nodes = given["num_gpus"], given["num_nodes"] or 1
+    count = given["num_gpus"]
+    nodes = given["num_nodes"] or 1
     # Warnings are rank 0's to say.
     slots = (count,) * nodes if count else ()
     spares = min(given["spares"] or 0, nodes - 1)

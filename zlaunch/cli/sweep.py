@@ -58,7 +58,8 @@ class LocalQueue:
         from zlaunch.queue.store import Store
         from zlaunch.supervisor import run_folder
 
-        self._folder, self._trials = queue_folder(), folder
+        self._folder = queue_folder()
+        self._trials = folder
         self._store = Store(self._folder)
         self._known = self._store.states_under(folder)
         """Folder of a trial -> how its job stood at the last look: one question for all of them."""
@@ -141,9 +142,12 @@ class SlurmQueue:
 
         if "\\" in str(folder.resolve()):
             raise click.UsageError(f"--dir {folder}: SLURM allows no backslash in the name of a job's output")
-        self._array, self._at_once = JobArray(folder, digits), at_once
-        self.find, self.look = self._array.find, self._array.look
-        self.standing, self.cancel = self._array.standing, self._array.cancel
+        self._array = JobArray(folder, digits)
+        self._at_once = at_once
+        self.find = self._array.find
+        self.look = self._array.look
+        self.standing = self._array.standing
+        self.cancel = self._array.cancel
 
     def check(self, asked: Asked) -> None:
         for option in " ".join(asked.about["sbatch"]).split():
@@ -279,7 +283,10 @@ class _Sweep:
     ) -> None:
         from zlaunch.sweep.trials import SuccessiveHalving
 
-        self.folder, self.space, self.trials, self.queue = folder, space, trials, queue
+        self.folder = folder
+        self.space = space
+        self.trials = trials
+        self.queue = queue
         self.has_warned = self.has_failed_to_stop = False
         rules = space.early_stopping
         self.halving = None if rules is None else SuccessiveHalving(rules, space.goal)

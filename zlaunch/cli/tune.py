@@ -105,7 +105,10 @@ class _Tuning:
     def __init__(
         self, tuned: TunedCommand, raw: dict[str, Any], results: TuningResults, limits: TrialLimits
     ) -> None:
-        self.tuned, self.raw, self.results, self.limits = tuned, raw, results, limits
+        self.tuned = tuned
+        self.raw = raw
+        self.results = results
+        self.limits = limits
         self.batch: BatchSizes | None = None
         self.best: Trial | None = None
 

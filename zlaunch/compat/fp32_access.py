@@ -171,7 +171,8 @@ class _Parameter:
     @property
     def own_range(self) -> tuple[int, int]:
         """Return the elements of the parameter, from its first, that this rank updates."""
-        low, high = max(self.unit.start, self.slot.offset), min(self.unit.stop, self.slot.stop)
+        low = max(self.unit.start, self.slot.offset)
+        high = min(self.unit.stop, self.slot.stop)
         return (low - self.slot.offset, high - self.slot.offset) if low < high else (0, 0)
 
     def described(self) -> list[Described]:
@@ -193,9 +194,12 @@ class _Parameter:
         """Yield this rank's pieces of a state: first element of the parameter, and the elements, in fp32 or
         wider.
         """
-        unit, slot, state = self.unit, self.slot, self.step.optimizer.state
+        unit = self.unit
+        slot = self.slot
+        state = self.step.optimizer.state
         for block in blocks_of(unit, "", self.described(), state, unit.start, unit.stop):
-            low, high = max(block.first, slot.offset), min(block.last, slot.stop)
+            low = max(block.first, slot.offset)
+            high = min(block.last, slot.stop)
             if low >= high or kind not in block.kinds:
                 continue
             with block.open() as pieces:
@@ -276,7 +280,8 @@ class _Parameter:
         return full
 
     def set_value(self, flat: Tensor) -> None:
-        unit, slot = self.unit, self.slot
+        unit = self.unit
+        slot = self.slot
         self.engine._sharded.comm.drain()  # other ranks may still be reading it
         with torch.no_grad():
             if not unit.shard_params:
@@ -286,7 +291,9 @@ class _Parameter:
                 unit.full[slot.offset : slot.stop].copy_(flat)
 
     def set_state(self, key: str, flat: Tensor) -> None:
-        state, slot, unit = self.step.optimizer.state, self.slot, self.unit
+        state = self.step.optimizer.state
+        slot = self.slot
+        unit = self.unit
         kept = {name for part in self.step.slices for name, _ in describe(part, state, "").tensors}
         if key not in kept and not self.starts_with_zeros(key):
             known = ", ".join(sorted(kept)) or "nothing before its first step"
@@ -306,7 +313,8 @@ class _Parameter:
         slot = self.slot
 
         def fill(target: Tensor, first: int, kind: str) -> None:
-            low, high = max(first, slot.offset), min(first + target.numel(), slot.stop)
+            low = max(first, slot.offset)
+            high = min(first + target.numel(), slot.stop)
             if kind == wanted and low < high:
                 target[low - first : high - first].copy_(flat[low - slot.offset : high - slot.offset])
 
@@ -325,7 +333,8 @@ class _Parameter:
 
 def _find(param: Tensor) -> _Parameter | None:
     """Find a parameter's engine and unit, once what is under way has ended; None if no engine trains it."""
-    engine, unit = engine_of(param), owner_of(param)
+    engine = engine_of(param)
+    unit = owner_of(param)
     if engine is None or unit is None or not unit.trainable or engine._shard_step is None:
         return None
     if divides_layers(unit.comm):

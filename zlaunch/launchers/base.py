@@ -119,7 +119,8 @@ class Launcher(Job):
 
     def end_of(self, outcome: Outcome) -> End:
         """Return the end of a run. SIGTERM at the end of the SLURM job's time is its time limit."""
-        end, allocation = outcome.end, self.allocation
+        end = outcome.end
+        allocation = self.allocation
         ends_at = None if allocation is None else allocation.ends_at
         is_late = ends_at is not None and time.time() >= ends_at - _CLOCKS_S
         return replace(end, cause="timed out") if is_late and end.code == 128 + signal.SIGTERM else end

@@ -97,9 +97,11 @@ class ClusterLauncher(Launcher):
         specs = [self._spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
         versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
         if rendezvous is None:  # one node, perhaps of a larger run that somebody else puts together
-            address, port = self.options.master_addr or "127.0.0.1", self.options.master_port
+            address = self.options.master_addr or "127.0.0.1"
+            port = self.options.master_port
         else:
-            address, port = rendezvous.address, rendezvous.port
+            address = rendezvous.address
+            port = rendezvous.port
         plan = self._make(specs, address, port, attempt, safe_path=min(versions) >= (3, 11))
         for node, planned in zip(nodes, plan.nodes, strict=True):
             if self.lacks_debugger(planned, is_there=node.facts.debugpy):
@@ -110,7 +112,8 @@ class ClusterLauncher(Launcher):
         """Return the plan without what only the nodes can tell: cores, devices, the rendezvous."""
         if self.selection.chosen is None:
             return None
-        env, python = dict(self.environ), self.options.python
+        env = dict(self.environ)
+        python = self.options.python
         specs = [
             NodeSpec(host, workers=len(slots), cores=len(slots), env=env, python=python)
             for host, slots in self.selection.chosen.items()
@@ -141,7 +144,9 @@ class ClusterLauncher(Launcher):
         """Describe a node that has answered. Raises NodeError when it does not have what was asked for."""
         from zlaunch import __version__
 
-        facts, slots, o = node.facts, self._chosen()[node.host], self.options
+        facts = node.facts
+        slots = self._chosen()[node.host]
+        o = self.options
         if facts.version != __version__:
             raise NodeError(
                 node.host, f"zlaunch {facts.version} there, {__version__} here: install the same version"

@@ -107,7 +107,8 @@ def read_pod(environ: Mapping[str, str]) -> Pod | None:
     if nodes is None:
         if _number(environ, "WORLD_SIZE", 1) < 2 or not all(environ.get(name) for name in _NEEDED):
             return None
-        nodes, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
+        nodes = _number(environ, "WORLD_SIZE", 1)
+        rank = _number(environ, "RANK", 0)
     elif nodes == 1:
         return None
     else:

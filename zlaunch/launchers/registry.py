@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from zlaunch.launchers.base import Launcher
     from zlaunch.slurm.environment import Allocation
 
-LOCAL, SSH, SLURM = "local", "ssh", "slurm"
-_SRUN_TASK, _MANUAL = "step", "hand"
+LOCAL = "local"
+SSH = "ssh"
+SLURM = "slurm"
+_SRUN_TASK = "step"
+_MANUAL = "hand"
 NAMED = {
     LOCAL: "this_node:LocalLauncher",
     SSH: "ssh:SshLauncher",

@@ -90,7 +90,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
         from zlaunch.slurm.environment import in_step_place
         from zlaunch.system.machine import cores_by_numa, discover
 
-        o, allocation = self.options, self.allocation
+        o = self.options
+        allocation = self.allocation
         assert allocation is not None
         place = in_step_place(allocation)
         host = allocation.nodes[place.rank_of_node].host
@@ -105,7 +106,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
                     f"{here} workers were asked for, but this task of the step sees {len(tokens)} GPU(s)"
                 )
             node = self.spec(host, range(here), tokens, env)
-            first, world = sum(counts[: place.rank_of_node]), sum(counts)
+            first = sum(counts[: place.rank_of_node])
+            world = sum(counts)
         else:
             node = NodeSpec(
                 host,
@@ -118,7 +120,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
                 local_world=place.tasks_here,
             )
             assert allocation.procid is not None and allocation.ntasks is not None
-            first, world = allocation.procid, allocation.ntasks
+            first = allocation.procid
+            world = allocation.ntasks
         seed = f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}.{attempt}"
         return self.make_plan(
             [node],

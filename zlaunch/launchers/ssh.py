@@ -33,7 +33,8 @@ class SshLauncher(ClusterLauncher):
         from zlaunch.transports.local import open_local
         from zlaunch.transports.ssh import resolve
 
-        entry, o = self.selection.entries[host], self.options
+        entry = self.selection.entries[host]
+        o = self.options
         if host in own_names() and entry.user is None and entry.port is None:
             return open_local(host, self.agent_log(host))
         port = entry.port if entry.port is not None else o.ssh_port

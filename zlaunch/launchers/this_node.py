@@ -138,7 +138,8 @@ class LocalLauncher(ThisNodeLauncher):
         """Make the plan of an attempt, with a port that is free now. Raises LaunchError."""
         from zlaunch.plan.checks import pick_port
 
-        o, node = self.options, self._node
+        o = self.options
+        node = self._node
         if not os.path.isdir(o.workdir):
             raise LaunchError(f"--workdir {o.workdir}: there is no such folder")
         return self.make_plan([node], o.master_addr or "127.0.0.1", pick_port(o.master_port), attempt)
@@ -154,7 +155,8 @@ class LocalLauncher(ThisNodeLauncher):
             raise LaunchError(f"--num_nodes {o.num_nodes}: {said}")
         if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
             raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
-        devices, count = self._devices, len(self._devices.tokens)
+        devices = self._devices
+        count = len(self._devices.tokens)
         option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
         if text is not None:
             hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
@@ -225,11 +227,13 @@ class ManualLauncher(ThisNodeLauncher):
 
     def own_plan(self, attempt: int) -> Plan:
         """Make this node's part of the plan. Raises LaunchError."""
-        o, slots = self.options, self._slots()
+        o = self.options
+        slots = self._slots()
         rank = o.node_rank or 0
         if not 0 <= rank < len(slots):
             raise LaunchError(f"--node_rank {rank}: there are {len(slots)} nodes, 0 to {len(slots) - 1}")
-        (host, own), tokens = slots[rank], discover(os.environ).tokens
+        host, own = slots[rank]
+        tokens = discover(os.environ).tokens
         if tokens and own[-1] >= len(tokens):
             raise LaunchError(f"slot {own[-1]} does not exist: this node has {len(tokens)} GPU(s)")
         env = o.worker_env

@@ -268,7 +268,8 @@ class Uplink:
 
     def await_plan(self) -> None:
         """Allow the launcher to be silent for as long as it has said, from now on."""
-        self.heartbeat_s, self._heard_at = None, boot_clock.now_s()
+        self.heartbeat_s = None
+        self._heard_at = boot_clock.now_s()
         self.lease.close()
 
     def too_silent(self, grace_s: float) -> str:
@@ -300,7 +301,8 @@ class Uplink:
         A launcher on this machine may take its time: its terminal may be halted.
         """
         limit_s = self.heartbeat_s or _HALTED_S
-        moved_at, listening = boot_clock.now_s(), True
+        moved_at = boot_clock.now_s()
+        listening = True
         while self.outbox.pending:
             until = moved_at + limit_s
             if listening:  # a launcher that has been stopped in its terminal has granted a long lease
@@ -314,7 +316,8 @@ class Uplink:
             if self.outbox.pending < before:
                 moved_at = boot_clock.now_s()
             if readable and self.read() is None:
-                listening, limit_s = False, _GOODBYE_S
+                listening = False
+                limit_s = _GOODBYE_S
             elif readable:
                 moved_at = boot_clock.now_s()
 
@@ -542,7 +545,8 @@ class Agent:
             return
         if plan.preload:
             try:
-                standby, self.standby = self.standby, None
+                standby = self.standby
+                self.standby = None
                 given = (plan.nodes[0].workers, plan.preload, plan.cwd, self.user_input)
                 self.batch = Batch(*given, standby=standby, stays=plan.restarts)
             except OSError:
@@ -556,7 +560,8 @@ class Agent:
     def _on_batch(self) -> None:
         """Take over the workers that the preloader has forked; start them one by one where it has failed."""
         assert self.batch is not None
-        batch, self.batch = self.batch, None
+        batch = self.batch
+        self.batch = None
         self.descriptors.unwatch(batch.preloader.connection.fileno())
         if self.ending.stopping:
             batch.close()

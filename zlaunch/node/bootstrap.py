@@ -138,7 +138,8 @@ def main() -> None:
         _bind(cpus)
     if os.environ.pop("ZLAUNCH_IGNORE_HUP", ""):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # meant for the launchers of the step, not for us
-    mode, args = "--script", sys.argv[1:]
+    mode = "--script"
+    args = sys.argv[1:]
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
     if mode == "--exec":
@@ -152,7 +153,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
     event_fd = _own_event_fd()
     _take_debugger(event_fd)
-    pid, recorded = os.getpid(), offer()
+    pid = os.getpid()
+    recorded = offer()
     devices = os.environ.get(_DEVICES)
     try:
         if mode == "--module":
@@ -294,7 +296,9 @@ def _print(error: BaseException) -> str:
     error.__traceback__ = stripped
     left_out = shorten(error)
     text = left_out + "".join(traceback.format_exception(type(error), error, stripped))
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stripped
+    sys.last_type = type(error)
+    sys.last_value = error
+    sys.last_traceback = stripped
     short = "".join(traceback.format_exception_only(type(error), error)).strip()
     plain = sys.excepthook is sys.__excepthook__ or sys.excepthook.__module__.startswith("torch.distributed")
     if plain and "RANK" in os.environ and talk_of(error) == "lost":

@@ -13,8 +13,10 @@ from typing import Any
 from zlaunch.node.long_traceback import shorten
 from zlaunch.runtime.trust import Folder
 
-CALL, PATH = "call.pkl", "path.json"
-RESULT, ERROR = "result_*.pkl", "error_*.pkl"
+CALL = "call.pkl"
+PATH = "path.json"
+RESULT = "result_*.pkl"
+ERROR = "error_*.pkl"
 """Patterns of the files that hold what ranks gave back, or raised: the star is ATTEMPT_RANK."""
 
 

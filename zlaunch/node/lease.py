@@ -22,7 +22,8 @@ from __future__ import annotations
 
 _GRACE_SHARE = 3
 """The grace period takes at most this part (a third) of the heartbeat."""
-_KILL_S, _KILL_SHARE = 0.5, 10
+_KILL_S = 0.5
+_KILL_SHARE = 10
 """Seconds before the lease's end at which SIGKILL is sent, but at most this part of the heartbeat."""
 
 

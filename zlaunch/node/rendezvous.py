@@ -33,7 +33,8 @@ class Handshake:
     """Answers the launcher until the plan comes, and holds node 0's rendezvous port open until then."""
 
     def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
-        self._send, self._watch = send, watch
+        self._send = send
+        self._watch = watch
         self._listener: socket.socket | None = None
         self._token = b""
 

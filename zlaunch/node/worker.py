@@ -200,9 +200,11 @@ def oom_counters(root: Path = Path("/")) -> dict[OomScope, int]:
         _, controllers, path = line.split(":", 2)
         group = Path(path.lstrip("/"))
         if not controllers:
-            folder, name = root / "sys/fs/cgroup", "memory.events"
+            folder = root / "sys/fs/cgroup"
+            name = "memory.events"
         elif "memory" in controllers.split(","):
-            folder, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
+            folder = root / "sys/fs/cgroup/memory"
+            name = "memory.oom_control"
         else:
             continue
         # A container may see its own group under another path: the nearest that is there is meant then.

@@ -213,7 +213,8 @@ def read_env_file(path: Path) -> dict[str, str]:
         if not line or line.startswith("#"):
             continue
         key, equals, value = line.partition("=")
-        key, value = key.strip(), value.strip()
+        key = key.strip()
+        value = value.strip()
         if not equals or not _KEY.fullmatch(key):
             raise EnvError(f"{path}:{number}: {line!r} is not KEY=VALUE")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":

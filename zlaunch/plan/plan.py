@@ -374,7 +374,8 @@ def make_plan(
     if run.debug_rank is not None and run.debug_rank >= part.world_size:
         rank = run.debug_rank
         raise LaunchError(f"--debug {rank}: there is no rank {rank} among {part.world_size} worker(s)")
-    program, first_rank = run.program, part.first_rank
+    program = run.program
+    first_rank = part.first_rank
     flag = [] if program.mode == "script" else [f"--{program.mode}"]
     node_plans = []
     for node_rank, node in enumerate(nodes, start=part.first_node):
@@ -383,7 +384,8 @@ def make_plan(
         common = common_env(run, node, part, node_rank, rendezvous, attempt, resume_dir)
         workers = []
         for index in range(node.workers):
-            rank, local_rank = first_rank + index, node.first_local + index
+            rank = first_rank + index
+            local_rank = node.first_local + index
             env = {**common, **worker_env(run, node, rank, index)}
             own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
             argv = (*bootstrap, *flag, program.name, *own, *program.args)

@@ -125,7 +125,8 @@ class Attempt:
 
     def lost_for_s(self) -> float:
         """Return for how long it has been known to be lost, and note that. Raises OSError."""
-        known, now = self._read("lost"), boot_clock.now_s()
+        known = self._read("lost")
+        now = boot_clock.now_s()
         if known.get("boot") != boot_clock.boot_id() or not isinstance(known.get("since"), (int, float)):
             known = {"boot": boot_clock.boot_id(), "since": now}
             self._write("lost", known)
@@ -170,7 +171,8 @@ def forget(queue: Path, job_id: int) -> None:
 # Find the queue's folder, start its daemon where there is none, and wake it.
 
 
-_LOCK, _WAKE = "daemon.lock", "wake"
+_LOCK = "daemon.lock"
+_WAKE = "wake"
 LOG = "daemon.log"
 _START_S = 60.0
 _OLDER_S = 10.0
@@ -242,7 +244,8 @@ def _lock(folder: Path, kind: int) -> int | None:
 def is_mine(folder: Path, fd: int) -> bool:
     """Tell whether a descriptor is that of the folder's lock: the folder may have been removed."""
     try:
-        there, here = os.stat(folder / _LOCK), os.fstat(fd)
+        there = os.stat(folder / _LOCK)
+        here = os.fstat(fd)
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
@@ -347,7 +350,8 @@ _SETTLING_S = 1.0
 """Seconds after which agents on this machine know that the launcher is gone, and start nothing more."""
 _LEASE_S = 0.5
 """Seconds beyond the heartbeat at which a lease has run out for certain."""
-_GRACE_S, _HEARTBEAT_S = 3.0, 60.0
+_GRACE_S = 3.0
+_HEARTBEAT_S = 60.0
 """What is assumed of a job that cannot be read."""
 
 
@@ -368,7 +372,8 @@ def is_over(job: Job, attempt: Attempt) -> bool:
         return _is_over_elsewhere(job, boot_clock.now_s())  # it was lost before this boot
     if since_s < _SETTLING_S or not _is_over_elsewhere(job, since_s):
         return False
-    name, limit_s = run_id(job), grace_s(job) + _AGENTS_S
+    name = run_id(job)
+    limit_s = grace_s(job) + _AGENTS_S
     if not attempt.is_here or not name:  # /proc does not show its processes
         return since_s >= limit_s
     if since_s >= limit_s:
@@ -408,7 +413,8 @@ class Judgement:
 
 def judge(job: QueuedJob, end: End) -> Judgement:
     """Judge an attempt that has ended: by what the job was asked for, then by the cause."""
-    failures, refusals = job.failures, job.refusals
+    failures = job.failures
+    refusals = job.refusals
     if job.wish in ("cancel", "cancelling"):
         return Judgement(end if end.code == 0 else replace(end, cause="stopped"), "cancelled")
     if job.wish == "timeout":
@@ -621,7 +627,8 @@ def settle_all(runs: Sequence[FoundRun]) -> list[FoundRun]:
     folder = queue_folder()
     store = Store(folder)
     jobs = {_run_dir(job): job for job in store.rows("waiting", "running")}
-    has_checked, problem = False, ""
+    has_checked = False
+    problem = ""
     settled = []
     for run, waits in zip(runs, queued, strict=True):
         if not waits:
@@ -630,7 +637,8 @@ def settle_all(runs: Sequence[FoundRun]) -> list[FoundRun]:
         job = jobs.get(str(run.path.resolve())) or store.of_run(run.path)
         if isinstance(job, QueuedJob) and job.state == "waiting":
             if not has_checked:
-                has_checked, problem = True, _check_daemon(folder)
+                has_checked = True
+                problem = _check_daemon(folder)
             settled.append(replace(run, note=problem) if problem else run)
         else:
             settled.append(_settled(store, folder, run, job))
@@ -753,7 +761,10 @@ class Daemon:
     """Gives slots to jobs, and takes them back."""
 
     def __init__(self, folder: Path, store: Store, lock: int) -> None:
-        self._folder, self._store, self._lock, self._wake = folder, store, lock, open_wake(folder)
+        self._folder = folder
+        self._store = store
+        self._lock = lock
+        self._wake = open_wake(folder)
         self._children: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
         """Job and attempt -> its launcher, if this daemon has started it."""
         self._ends: dict[tuple[int, int], int | None] = {}
@@ -885,7 +896,8 @@ class Daemon:
 
     def _ask_for_room(self, job: QueuedJob) -> None:
         """Have a run save and end. It is asked again and again: at its beginning it cannot hear yet."""
-        process, now = self._attempt(job).process(), time.monotonic()
+        process = self._attempt(job).process()
+        now = time.monotonic()
         since_s = now - self._asked_at.get((job.id, job.attempt), -math.inf)
         if process is not None and since_s >= _REMIND_S:
             self._asked_at[job.id, job.attempt] = now

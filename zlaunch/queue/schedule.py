@@ -91,7 +91,8 @@ def decide(
 
     Nobody gets or reserves slots that are `resting`, or slots of hosts that are.
     """
-    found, board = Assignments(), _Board(running)
+    found = Assignments()
+    board = _Board(running)
     settled: dict[tuple[object, ...], tuple[int, int]] = {}
     """Kind of job -> the board as it was when a job of it changed nothing: nor does the next."""
     order = sorted(waiting, key=lambda job: (-job.priority, job.id))
@@ -206,7 +207,8 @@ def find_demand(launcher: Launcher) -> tuple[Demand, dict[str, str]]:
 
 
 def _demand_here(launcher: LocalLauncher) -> Demand:
-    o, devices = launcher.options, discover(os.environ)
+    o = launcher.options
+    devices = discover(os.environ)
     if devices.tokens and devices.tokens != discover({}).tokens:
         raise LaunchError(
             f"CUDA_VISIBLE_DEVICES={devices.visible} hides GPUs, but the queue assigns GPUs by index: "

@@ -49,7 +49,8 @@ class StartRequest:
         """Read the word. Raises LaunchError, which names both versions where they do not fit."""
         try:
             about = json.loads(text)
-            protocol, daemon = about["protocol"], str(about["daemon"])
+            protocol = about["protocol"]
+            daemon = str(about["daemon"])
         except (ValueError, TypeError, KeyError):
             raise LaunchError(
                 f"the queue's daemon runs an older zlaunch and cannot start jobs of zlaunch {__version__}: "

@@ -45,7 +45,9 @@ _KEPT = 1000
 """Ended jobs that are remembered."""
 _PAGE = 200
 """Ended jobs that are read at a time."""
-_FIRST_REST_S, _LONGEST_REST_S, _DOUBLINGS = 30.0, 1800.0, 10
+_FIRST_REST_S = 30.0
+_LONGEST_REST_S = 1800.0
+_DOUBLINGS = 10
 """Seconds for which a host or a slot rests that has refused a run; doubled each time."""
 _SCHEMA = 2
 """Format of a row's JSON, see Note [Rows of several versions]."""
@@ -500,7 +502,8 @@ def _read_submission(row: sqlite3.Row, text: object) -> Submission:
         for name, value in known.items():
             if name in _CHECKS and not _CHECKS[name](value):
                 raise _UnreadableRowError(f"its {name} is damaged")
-        demand, settings = known["demand"], known.get("settings")
+        demand = known["demand"]
+        settings = known.get("settings")
         known |= {name: tuple(known[name]) for name in _LISTS if name in known}
         known["demand"] = Demand(_slots(demand["pool"]), *_demanded(demand["nodes"], demand["per_node"]))
         known["settings"] = None if settings is None else ProcessSettings.from_json(settings)

@@ -100,7 +100,8 @@ def run_texts(run: FoundRun, values: tuple[str, ...]) -> list[BundledText]:
     except OSError as error:
         found.append(_missing("events.jsonl", error))
     else:
-        events, part = known.events, known.excerpt
+        events = known.events
+        part = known.excerpt
         text, secrets = redact(failure_report(events), values)
         found.append(BundledText("failures.txt", "what went wrong, by the events", text, secrets))
         some = f"; {part.left_out} lines of metrics left out" if part.left_out else ""
@@ -128,7 +129,8 @@ def _logs(folder: Path, events: Sequence[Event], values: tuple[str, ...]) -> lis
     ranks = {int(match[1]): name for name in names if (match := _RANK.fullmatch(name))}
     hosts = {match[1]: name for name in names if (match := _AGENT.fullmatch(name))}
     bad_ranks, bad_hosts = _failed(events)
-    taken, taken_hosts = choose_logs(sorted(ranks), bad_ranks), choose_logs(sorted(hosts), bad_hosts)
+    taken = choose_logs(sorted(ranks), bad_ranks)
+    taken_hosts = choose_logs(sorted(hosts), bad_hosts)
     found = [_log(folder, ranks[rank], f"output of rank {rank}", values) for rank in taken]
     if others := sorted(ranks.keys() - taken):
         found.append(BundledText("logs/rank_*.log", f"left out: ranks {_ranges(others)}", None))
@@ -207,7 +209,9 @@ def failure_report(events: Iterable[Event]) -> str:
 
 def _told(event: Event) -> str | None:
     """Say in a line what an event says of a failure; None where it says nothing."""
-    kind, host, why = event.get("type"), event.get("host"), event.get("why")
+    kind = event.get("type")
+    host = event.get("host")
+    why = event.get("why")
     who = f"rank {event.get('rank')} on {host}"
     if kind == "exit":
         code = event.get("returncode")
@@ -246,7 +250,9 @@ def pack(folder: str, files: Mapping[str, bytes]) -> bytes:
     with tarfile.open(fileobj=whole, mode="w:gz") as archive:
         for name, data in files.items():
             about = tarfile.TarInfo(f"{folder}/{name}")
-            about.size, about.mode, about.mtime = len(data), 0o600, int(time.time())
+            about.size = len(data)
+            about.mode = 0o600
+            about.mtime = int(time.time())
             archive.addfile(about, io.BytesIO(data))
     return whole.getvalue()
 

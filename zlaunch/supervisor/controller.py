@@ -99,10 +99,14 @@ class Controller:
         """Take the plan and started agents. `regroups` tells whether another attempt with more nodes may
         begin as soon as the run has saved; `save_asked`, whether an earlier signal asks the workers to save.
         """
-        self.regroups, self.regrouping = regroups, False
+        self.regroups = regroups
+        self.regrouping = False
         self.provenance = provenance
-        self.plan, self.log_bytes = plan, log_bytes
-        self.console, self.links, self.attempt = console, links, attempt
+        self.plan = plan
+        self.log_bytes = log_bytes
+        self.console = console
+        self.links = links
+        self.attempt = attempt
         self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
         self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
@@ -307,7 +311,9 @@ class Controller:
         """Note what a lost node may still run: nothing where all its workers are known to be dead, or where
         this process itself ends what is left.
         """
-        link, workers, ends = self.links[index], self.plan.nodes[index].workers, self.heartbeat.give_up(index)
+        link = self.links[index]
+        workers = self.plan.nodes[index].workers
+        ends = self.heartbeat.give_up(index)
         if not link.transport.local and any(worker.rank in self.running for worker in workers):
             namespace = self.pid_namespaces.get(index, 0)
             self.verdict.left[link.host] = Left(ends, tuple(self.started[index]), namespace)
@@ -417,7 +423,8 @@ class Controller:
             if event["stays"]:
                 self.waiting.add(index)
             if event.get("swept") and not self.signum and not self.verdict.failures:
-                host, count = self.links[index].transport.host, event["swept"]
+                host = self.links[index].transport.host
+                count = event["swept"]
                 plural = "processes" if count > 1 else "process"
                 why = "a run ends with its workers"
                 self.console.message(
@@ -512,7 +519,8 @@ class Controller:
             self._sweep()
             run_folder.ended(self.plan.run_dir, End.of_code(128 + self.signum))
             os._exit(128 + self.signum)
-        self.signum, self.signalled_at = signum, time.monotonic()
+        self.signum = signum
+        self.signalled_at = time.monotonic()
         self._stop()
         what = f"{signal_name(signum)}: stopping the workers (up to {self.plan.grace_s:g} s)"
         self.queue.put((-1, {"type": "notice", "message": f"{what}; a second one kills them at once"}))

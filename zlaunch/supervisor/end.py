@@ -78,7 +78,9 @@ class End:
         A cause that this version does not know reads as "failed". Versions up to 0.2.0 wrote no cause: their
         exit code tells it.
         """
-        code, cause, hosts = content.get("exit_code"), content.get("cause"), content.get("bad_hosts")
+        code = content.get("exit_code")
+        cause = content.get("cause")
+        hosts = content.get("bad_hosts")
         if not isinstance(code, int) or isinstance(code, bool):
             return None
         if cause is None:

@@ -83,7 +83,8 @@ class FoundRun:
     @property
     def shown_state(self) -> str:
         """Return the state as people read it: of an end also the cause, unless the exit code 0 says it."""
-        state, end = self.state, self.record.end
+        state = self.state
+        end = self.record.end
         if self.note and state == "queued":
             return f"queued; {self.note}"
         if end is None or end.cause == "finished" or not state.startswith("ended"):
@@ -288,7 +289,8 @@ def read_ranks(run: FoundRun) -> list[Rank]:
     """Read the ranks of the last attempt from its events."""
     ranks: dict[int, Rank] = {}
     for event in _rank_events(run.path):
-        kind, rank = event.get("type"), event.get("rank")
+        kind = event.get("type")
+        rank = event.get("rank")
         if kind in ("spawn", "exit") and not _is_whole(event):
             continue  # another program has written into the file
         if kind == "start":

@@ -83,7 +83,8 @@ def read_stacks(text: str) -> list[list[Frame]]:
             if not is_open and dumps[-1]:  # other output was between: another dump
                 dumps.append([])
             dumps[-1].append([])
-            is_open, is_cut = True, False
+            is_open = True
+            is_cut = False
             if line.startswith("Current"):
                 with_current.add(len(dumps) - 1)
         elif is_open and (found := _FRAME.match(line)):
@@ -196,7 +197,8 @@ class HangWatch:
 
     def __init__(self, timeout_s: float, hosts: Mapping[int, str]) -> None:
         """Watch the ranks, which are the keys of ``hosts``."""
-        self.timeout_s, self._hosts = timeout_s, hosts
+        self.timeout_s = timeout_s
+        self._hosts = hosts
         self._last = time.monotonic()
         self._was_active = False
         """Whether any rank has written or reported anything, so that the start is over."""

@@ -31,7 +31,9 @@ from zlaunch.view.console import Console
 
 _LOOK_S = 5.0
 """Seconds between two looks whether a host is back."""
-_PING_S, _IDLE_S, _GIVE_UP_S = 15.0, 900.0, 2.0
+_PING_S = 15.0
+_IDLE_S = 900.0
+_GIVE_UP_S = 2.0
 """Seconds between two signs of life for a spare host's agent, that it waits for one, that it may be late with
 an answer.
 """
@@ -43,7 +45,8 @@ class Agents:
     """Keeps the agents of a run from one attempt to the next."""
 
     def __init__(self, connect: Connect, say: Say) -> None:
-        self._connect, self._say = connect, say
+        self._connect = connect
+        self._say = say
         self._nodes: dict[str, Node] = {}
         self._spares = _PreparedSpares(connect, {}, [], {})
 
@@ -92,9 +95,12 @@ class _PreparedSpares:
         self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Mapping[str, Any]
     ) -> None:
         """Take the agents that are `ready`, which have had the order already."""
-        self._connect, self._nodes, self._order = connect, ready, dict(order)
+        self._connect = connect
+        self._nodes = ready
+        self._order = dict(order)
         self._missing = [host for host in hosts if host not in ready]
-        self._end, self._given_up = threading.Event(), False
+        self._end = threading.Event()
+        self._given_up = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         if hosts:
             self._thread.start()
@@ -196,7 +202,8 @@ class Returns:
     """Looks, in a thread, whether hosts that are gone are back."""
 
     def __init__(self, connect: Connect, hosts: Sequence[str]) -> None:
-        self._connect, self._hosts = connect, list(hosts)
+        self._connect = connect
+        self._hosts = list(hosts)
         self._found: list[str] = []
         self._end = threading.Event()
         if hosts:
@@ -222,7 +229,8 @@ class Returns:
 # -- job --------------------------------------------------------------------------------------------
 
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 60.0
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 60.0
 """Seconds between attempts while hosts refuse; doubled each time."""
 _SHORT_WAIT_S = 2.0
 """Seconds of a wait that the user need not be told about."""
@@ -387,7 +395,10 @@ def _attempts(
     signals: SignalsWithoutWorkers,
 ) -> Outcome:
     hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
-    attempt, restarts, port_retried, pause_s = limits.first_attempt, 0, False, _FIRST_PAUSE_S
+    attempt = limits.first_attempt
+    restarts = 0
+    port_retried = False
+    pause_s = _FIRST_PAUSE_S
     while True:
         outcome = _attempt(job, agents, hosts, console, limits, attempt, provenance, signals)
         if not outcome.signum:

@@ -196,7 +196,8 @@ def _all(
                 outcomes[host] = NodeError(host, f"no answer within {timeout_s:g} s: {give_up(host)}")
             if deadlines and now >= said_at + _SAID_S:
                 said_at = now
-                first, more = next(iter(deadlines)), len(hosts) - len(outcomes) - 1
+                first = next(iter(deadlines))
+                more = len(hosts) - len(outcomes) - 1
                 others = f" and {more} more" if more else ""
                 say(f"{first}{others}", now - started)
     say("", 0.0)
@@ -219,7 +220,8 @@ def find_rendezvous(
 
     Raises NodeError naming the node that cannot reach node 0, or node 0 when the port is taken.
     """
-    first, others = nodes[0], nodes[1:]
+    first = nodes[0]
+    others = nodes[1:]
     known = first.facts.addresses
     if iface is not None and iface not in known:
         raise NodeError(
@@ -347,7 +349,9 @@ class Heartbeat:
     def __init__(
         self, links: Sequence[Link], period_s: float, events: queue.SimpleQueue[tuple[int, Event]]
     ) -> None:
-        self._links, self._period_s, self._events = links, period_s, events
+        self._links = links
+        self._period_s = period_s
+        self._events = events
         self._heard = [boot_clock.now_s()] * len(links)
         self._noted = [-math.inf] * len(links)
         self._excused = [False] * len(links)

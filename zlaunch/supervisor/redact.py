@@ -174,7 +174,8 @@ def _redact_data(data: Any, values: Sequence[str]) -> tuple[Any, int]:
         pairs = [_redact_data(each, values) for each in data]
         return [each for each, _ in pairs], count + sum(more for _, more in pairs)
     if isinstance(data, dict):
-        found, count = {}, 0
+        found = {}
+        count = 0
         for name, value in data.items():
             shown, more = _hide(name, value) if is_secret(name) else _redact_data(value, values)
             found[redact(name, values)[0]] = shown
@@ -201,12 +202,14 @@ def _without(text: str, spans: Iterable[Span], start: int = 0, stop: int | None 
     """Replace what is in the spans, in a part of a text."""
     stop = len(text) if stop is None else stop
     pieces: list[str] = []
-    count, at = 0, start
+    count = 0
+    at = start
     for first, last in _merged(spans):
         if last <= start or first >= stop:
             continue
         pieces += [text[at : max(at, first)], NOT_SHOWN]
-        count, at = count + 1, last
+        count = count + 1
+        at = last
     return "".join([*pieces, text[at:stop]]), count
 
 
@@ -251,7 +254,8 @@ def _by_name(text: str) -> Iterator[Span]:
     while word := _WORD.search(text, at):
         # The patterns are matched at the end of the name: to search for whole names would take the square
         # of the length of a long word.
-        start, end = word.start(), _NAME_END.match(text, word.end()).end()  # type: ignore[union-attr]
+        start = word.start()
+        end = _NAME_END.match(text, word.end()).end()  # type: ignore[union-attr]
         near = max(0, start - _NAME_CHARACTERS)
         line = text.rfind("\n", near, start) + 1 or near
         start = line + _NAME_START.search(text[line:start]).start()  # type: ignore[union-attr]
@@ -318,9 +322,11 @@ def _inside(text: str, at: int) -> Span | None:
 # Read the files of a run's folder for a report: only those in it, a bounded part of each, no secrets.
 
 
-HEAD_BYTES, TAIL_BYTES = 16 << 10, 64 << 10
+HEAD_BYTES = 16 << 10
+TAIL_BYTES = 64 << 10
 """Limits what is taken of a log's beginning and end."""
-FIRST_METRICS, LAST_METRICS = 50, 500
+FIRST_METRICS = 50
+LAST_METRICS = 500
 """Lines of metrics that are taken."""
 _MARGIN_BYTES = 16 << 10
 """Read beyond a cut, so that a secret that lies across it is seen whole."""
@@ -426,7 +432,8 @@ def read_events(folder: Path, name: str, values: tuple[str, ...]) -> KnownEvents
 
     with open_inside(folder, name) as file:
         size = os.fstat(file.fileno()).st_size
-        number, is_rest = 0, False
+        number = 0
+        is_rest = False
         while line := file.readline(_EVENT_BYTES):
             number += 1
             whole = line.endswith(b"\n")

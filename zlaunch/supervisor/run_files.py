@@ -49,7 +49,8 @@ class RankLogs:
         """Open the logs of ``ranks``; with ``goes_on`` after what an earlier attempt has written. A log and
         its older half together have at most ``limit`` bytes, give or take a piece. Raises OSError.
         """
-        self._run_dir, self._half = run_dir, None if limit is None else limit // 2
+        self._run_dir = run_dir
+        self._half = None if limit is None else limit // 2
         (run_dir / "logs" / TIMES).mkdir(exist_ok=True)
         if not goes_on:
             for log in (log_path(run_dir, rank) for rank in ranks):
@@ -127,7 +128,8 @@ class LogReader:
     def __init__(self, path: Path, start: int = 0, *, older_start: int | None = None) -> None:
         """Begin at byte ``start``, or, where that is given, at byte ``older_start`` of the older half."""
         self._path = path
-        self._at, self._inode = start, 0
+        self._at = start
+        self._inode = 0
         self._waiting: list[tuple[Path, int]] = []
         """Lists files that are read before the log, and where they begin."""
         if older_start is not None:
@@ -172,7 +174,8 @@ def _read(log: Path, start: int, most_bytes: int) -> Iterator[LogPiece]:
 def _noted(log: Path, start: int) -> Iterator[tuple[str, float | None, int]]:
     """Yield stream, time and end of the pieces of a log, from the one that has the byte ``start`` on."""
     path = times_path(log)
-    stream, time_s = STREAMS[0], None
+    stream = STREAMS[0]
+    time_s = None
     if path.exists():
         with open(path, "rb") as file:
             count = os.fstat(file.fileno()).st_size // _RECORD.size
@@ -188,7 +191,8 @@ def _noted(log: Path, start: int) -> Iterator[tuple[str, float | None, int]]:
                 ):
                     if begin > start:
                         yield stream, time_s, begin
-                    stream, time_s = STREAMS[number], moment
+                    stream = STREAMS[number]
+                    time_s = moment
     yield stream, time_s, 1 << 62
 
 
@@ -214,7 +218,8 @@ class RunFiles:
         """Open the files; `goes_on`: behind what an earlier attempt has written. `hosts` are those of the
         ranks, `log_bytes` the size of a rank's log. Raises OSError.
         """
-        self._run_dir, self._say = run_dir, say
+        self._run_dir = run_dir
+        self._say = say
         self._unwritten: set[Path] = set()
         make_folder(run_dir)  # it may have been removed since
         with ExitStack() as stack:
@@ -277,7 +282,9 @@ class EventFile:
     """Reads the events of a run's file, and later those that have come."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._lines = path, 0, LineBuffer()
+        self._path = path
+        self._offset = 0
+        self._lines = LineBuffer()
 
     def read(self) -> Iterator[Event]:
         """Yield the events that have come since the last call; none where there is no file.
@@ -287,7 +294,8 @@ class EventFile:
         try:
             with Folder(self._path.parent) as folder, folder.open(self._path.name) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset, self._lines = 0, LineBuffer()  # another run has begun in the folder
+                    self._offset = 0  # another run has begun in the folder
+                    self._lines = LineBuffer()
                 file.seek(self._offset)
                 while chunk := file.read(_BLOCK_BYTES):
                     self._offset += len(chunk)

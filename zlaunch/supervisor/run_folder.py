@@ -194,7 +194,8 @@ def begun(
 
 
 def _array_task(environ: Mapping[str, str]) -> str:
-    array, task = environ.get("SLURM_ARRAY_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID", "")
+    array = environ.get("SLURM_ARRAY_JOB_ID", "")
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
     return f"{array}_{task}" if environ.get("SLURM_JOB_ID") and array and task else ""
 
 
@@ -419,7 +420,8 @@ def name_of(path: Path) -> str:
 
 def point_latest(path: Path) -> None:
     """Let `latest`, beside a run's folder, be a link to it. Where that cannot be, it is not."""
-    link, new = path.parent / "latest", path.parent / f".latest-{os.getpid()}"
+    link = path.parent / "latest"
+    new = path.parent / f".latest-{os.getpid()}"
     try:
         if link.is_symlink() or not link.exists():
             new.symlink_to(path.name, target_is_directory=True)

@@ -256,7 +256,8 @@ class Verdict:
     """Judges the failures of one attempt."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
-        self._plan, self._console = plan, console
+        self._plan = plan
+        self._console = console
         self.failures: dict[int, Failure] = {}
         self.errors: list[str] = []
         self.agent_code: int | None = None
@@ -290,7 +291,8 @@ class Verdict:
 
     def exception(self, event: Event) -> None:
         """Record an uncaught exception: the exit code will follow."""
-        now, rank = time.monotonic(), event["rank"]
+        now = time.monotonic()
+        rank = event["rank"]
         found = Failure(
             rank,
             event["host"],
@@ -306,7 +308,9 @@ class Verdict:
 
     def exit(self, event: Event) -> None:
         """Record a worker's end."""
-        now, rank, code = time.monotonic(), event["rank"], event["returncode"]
+        now = time.monotonic()
+        rank = event["rank"]
+        code = event["returncode"]
         known = self.failures.get(rank)
         if event["after_stop"]:
             return  # our own doing

@@ -32,7 +32,8 @@ class JobArray:
     """Holds the runs of a folder whose subfolders have numbers of so many digits, such as 007."""
 
     def __init__(self, folder: Path, digits: int) -> None:
-        self._folder, self._digits = folder.resolve(), digits
+        self._folder = folder.resolve()
+        self._digits = digits
         self._tasks: dict[int, tuple[str, str]] = {}
         """Task in SLURM's queue -> its id, its state."""
         self._gone: dict[int, int] = {}
@@ -89,7 +90,8 @@ class JobArray:
         """Ask SLURM how the runs stand, unless it has just been asked. Raises SlurmError when it has not
         answered for ten minutes.
         """
-        now, mark = time.monotonic(), self._mark()
+        now = time.monotonic()
+        mark = self._mark()
         if now - self._asked < _ASK_S or not mark:
             return
         self._asked = now

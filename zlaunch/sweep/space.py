@@ -170,11 +170,13 @@ def _space(content: object) -> SweepSpace:
                 raise _SpaceError(f"{key}: needs `method: random`")
         trials = _grid(parameters)
     else:
-        samples, seed = _count(content, "samples"), content.get("seed", 0)
+        samples = _count(content, "samples")
+        seed = content.get("seed", 0)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise _SpaceError(f"seed: {reprlib.repr(seed)} is not a whole number")
         trials = _random(parameters, samples, random.Random(seed))
-    metric, goal = content.get("metric", "loss"), content.get("goal", "min")
+    metric = content.get("metric", "loss")
+    goal = content.get("goal", "min")
     if not isinstance(metric, str) or not metric:
         raise _SpaceError(f"metric: {reprlib.repr(metric)} is not a name")
     if goal not in ("min", "max"):

@@ -59,10 +59,12 @@ class SweepTrial:
             values = event.get("values")
             if event.get("type") != "metrics" or event.get("rank") != 0 or not isinstance(values, dict):
                 continue
-            step, value = values.get("step", values.get("engine_step")), values.get(self.metric)
+            step = values.get("step", values.get("engine_step"))
+            value = values.get(self.metric)
             self.reported.update(values)
             if isinstance(step, (int, float)):
-                self.step, self._tells_steps = float(step), True
+                self.step = float(step)
+                self._tells_steps = True
             if value is not None:
                 self.step += 0 if self._tells_steps else 1
                 self.last = _number(value)
@@ -194,7 +196,9 @@ def read_trials(folder: Path, standing: Callable[[Path], str]) -> tuple[list[Swe
     path = folder / "sweep.json"
     try:
         space = run_folder.read_json(path)["space"]
-        given, metric, goal = space["trials"], str(space["metric"]), str(space["goal"])
+        given = space["trials"]
+        metric = str(space["metric"])
+        goal = str(space["goal"])
         digits = digits_of(given)
         trials = [
             SweepTrial(number, dict(values), (folder / f"{number:0{digits}d}").resolve(), metric, standing)
@@ -290,7 +294,8 @@ class SuccessiveHalving:
 
     def __init__(self, rules: EarlyStopping, goal: str) -> None:
         """Take the rules; `goal` is `min` or `max`."""
-        self._rules, self._sign = rules, 1.0 if goal == "min" else -1.0
+        self._rules = rules
+        self._sign = 1.0 if goal == "min" else -1.0
         self._rungs: dict[int, dict[int, float]] = defaultdict(dict)
         """Steps of a rung -> trial -> its metric there, the smaller the better."""
 

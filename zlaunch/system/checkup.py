@@ -226,7 +226,8 @@ def judge(reports: Sequence[HostReport]) -> list[Problem]:
 
 def _alone(report: HostReport, *, several: bool) -> Iterator[Problem]:
     """Yield the problems that one report shows."""
-    facts, error = report.facts, partial(Problem, report.host, "error")
+    facts = report.facts
+    error = partial(Problem, report.host, "error")
     if report.error:
         yield error("host", report.error)
     if facts is None:

@@ -159,7 +159,8 @@ class AgentStream:
             return event, ""
         if not _is_header(event):
             return None, f"{line[:_SHOWN_BYTES]!r} is no header of output"
-        self._output, self._has_output = event, True
+        self._output = event
+        self._has_output = True
         return None, ""
 
     def _end(self, why: str) -> Event:

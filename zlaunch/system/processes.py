@@ -19,7 +19,8 @@ from typing import NamedTuple
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals handed on to the workers: "save and stop", and "show your stacks"."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SCAN_PAUSE_S = 0.02
 _LOWEST_PRIORITY = 19
 

@@ -45,7 +45,8 @@ class LocalTransport:
         """Start the agent, without these variables. `local`: the process is the agent's watchdog itself, and
         not a starter such as srun.
         """
-        self.host, self.local = host, local
+        self.host = host
+        self.local = local
         self._stderr_path = stderr_path
         user_input = _user_input() if local else None
         # An agent inside another run is the inner run's: the outer one reaches it through its launcher.
@@ -66,7 +67,8 @@ class LocalTransport:
         if user_input is not None:
             os.close(user_input)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
         widen(self._stdout.fileno())
 
     def send(self, message: Event) -> None:

@@ -255,7 +255,8 @@ class SshTransport:
         timeout_s: float,
     ) -> None:
         self.host = host
-        self._client, self._jumps = client, jumps
+        self._client = client
+        self._jumps = jumps
         transport = client.get_transport()
         assert transport is not None
         transport.set_keepalive(_KEEPALIVE_S)
@@ -379,7 +380,8 @@ class _UnknownKey(paramiko.MissingHostKeyPolicy):
     """Refuses an unknown host key, or records it and goes on."""
 
     def __init__(self, settings: HostSettings, accept: bool) -> None:
-        self._settings, self._accept = settings, accept
+        self._settings = settings
+        self._accept = accept
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         s = self._settings

@@ -16,7 +16,9 @@ from zlaunch.tuning.variants import DEVICE_PLACEMENTS, HOST_PLACEMENTS, Placemen
 # -- search -----------------------------------------------------------------------------------------
 
 
-OK, OUT_OF_MEMORY, NO_STEP = "ok", "out of memory", "ended without a step"
+OK = "ok"
+OUT_OF_MEMORY = "out of memory"
+NO_STEP = "ended without a step"
 _BUCKETS = (5_000_000, 50_000_000)
 _GAIN = 1.02
 """Says by which factor something has to be faster than what was tried before it."""
@@ -138,7 +140,8 @@ class _Trials:
     """Measures each variant once, and none of which it is known that it does not fit."""
 
     def __init__(self, space: Space, measure: Callable[[Variant], Trial]) -> None:
-        self._space, self._measure = space, measure
+        self._space = space
+        self._measure = measure
         self._seen: dict[Variant, Trial] = {}
         self.best: Trial | None = None
 
@@ -169,7 +172,8 @@ class _Trials:
 
     def _is_larger(self, variant: Variant, other: Variant) -> bool:
         """Tell whether a variant takes at least the memory of one that did not fit."""
-        mine, theirs = variant.placement or self._space.placement, other.placement or self._space.placement
+        mine = variant.placement or self._space.placement
+        theirs = other.placement or self._space.placement
         if mine is None or theirs is None or mine.is_offloaded or theirs.is_offloaded:
             comparable = mine is not None and mine == theirs
         else:

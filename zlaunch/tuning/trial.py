@@ -104,7 +104,8 @@ def read_batch(folder: Path) -> BatchSizes | None:
     """Return the batch sizes of a run, as the runtime has taken them; None where it did not come so far."""
     config = run_folder.read_json(folder / "config.effective.json").get("config", {})
     record = run_folder.read(folder)
-    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    steps = config.get("gradient_accumulation_steps")
     if record is None or not isinstance(micro, int) or not isinstance(steps, int) or min(micro, steps) < 1:
         return None
     return BatchSizes(micro, steps, record.world_size)
@@ -159,7 +160,8 @@ class StepTimes:
     def take_all(self, events: Iterable[Event]) -> None:
         """Take events in their order."""
         for event in events:
-            kind, values = event.get("type"), event.get("values")
+            kind = event.get("type")
+            values = event.get("values")
             if kind == "exception":
                 self._errors.append(str(event.get("exception")))
             elif kind == "error":

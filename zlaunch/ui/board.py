@@ -35,7 +35,8 @@ _PAGE_S = 1.5
 _SPARK_POINTS = 60
 _OPENED = 8
 """Runs that stay whole in memory after they have ended."""
-_LOG_BYTES, _LOG_LINES = 16_384, 40
+_LOG_BYTES = 16_384
+_LOG_LINES = 40
 _UNREADABLE = "its launcher.json cannot be read"
 
 
@@ -196,7 +197,8 @@ class Board:
         self._opened = [*(path for path in self._opened if path != run.path), run.path]
         for path in self._opened[:-_OPENED]:
             if (old := self._entries.get(path)) is not None:
-                old.reader, old.signature = None, None
+                old.reader = None
+                old.signature = None
         self._opened = self._opened[-_OPENED:]
         try:
             if entry.reader is None:

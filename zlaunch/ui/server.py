@@ -152,7 +152,8 @@ class _Guard:
     """Lets requests through that Note [Who may see the pages] allows, and adds headers to all answers."""
 
     def __init__(self, app: Starlette, access: PageAccess) -> None:
-        self._app, self._access = app, access
+        self._app = app
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from zlaunch.view.progress import RunProgress
 
-_LONGEST_BAR, _SHORTEST_BAR = 40, 6
+_LONGEST_BAR = 40
+_SHORTEST_BAR = 6
 _BY_IMPORTANCE = (
     *("step", "left", "loss", "elapsed", "speed", "memory"),
     *("lr", "grad_norm", "mfu", "tflops", "loss_scale"),
@@ -32,7 +33,8 @@ def draw_bar(progress: RunProgress, own: Mapping[str, str], now: float, width: i
     parts = {**_parts(progress, now), **own}
     if not parts:
         return ""
-    steps, step = progress.steps, progress.step
+    steps = progress.steps
+    step = progress.step
     bar = _SHORTEST_BAR + 1 if steps and step is not None else 0
     room = width - bar
     chosen: set[str] = set()
@@ -66,7 +68,8 @@ def _parts(progress: RunProgress, now: float) -> dict[str, str]:
     """Write each part that is known of."""
     values: Mapping[str, Any] = progress.ranks[0].values if 0 in progress.ranks else {}
     memory = [known.values["memory_gb"] for known in progress.ranks.values() if "memory_gb" in known.values]
-    step, steps = progress.step, progress.steps
+    step = progress.step
+    steps = progress.steps
     if step is None and "loss" not in values:
         return {}
     found = {}

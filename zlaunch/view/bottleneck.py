@@ -10,7 +10,8 @@ from zlaunch.view.progress import TIMES, RunProgress
 
 _SLOW_RANK = 0.15
 """A rank is slow when it works longer than the others by this part of a step."""
-_LOW_MFU, _FEW_TOKENS = 0.25, 1024
+_LOW_MFU = 0.25
+_FEW_TOKENS = 1024
 """A batch is small where a pass has fewer tokens and reaches less of what matrix multiplications do."""
 _LATENCY = 0.25
 """Messages are small where their bytes explain no more than this part of the time."""
@@ -79,7 +80,8 @@ def find_bottleneck(
         )
     more = _reached(facts) if kind == "compute" else ""
     if kind == "communication":
-        moved, speed = facts.get("moved_mb", 0.0), facts.get("link_gbs", 0.0)
+        moved = facts.get("moved_mb", 0.0)
+        speed = facts.get("link_gbs", 0.0)
         more = _least_time(moved, speed)
         if more and moved / speed < _LATENCY * shares[kind]:
             more += ": the rest is latency of small messages, or waiting for ranks that are late in turn"

@@ -57,7 +57,8 @@ class Console:
         self._role = role.encode()
         """Precedes a rank's number."""
         self._prefixed = ranks is None or len(ranks) > 1
-        self._quiet, self._verbose = quiet, verbose and not quiet
+        self._quiet = quiet
+        self._verbose = verbose and not quiet
         given = {"stdout": (out, sys.stdout), "stderr": (err, sys.stderr)}
         # Python has no object for a descriptor that was closed when it started.
         self._streams: dict[str, BinaryIO] = {
@@ -193,7 +194,8 @@ class Console:
         self._partial.clear()
         if self._has_bar and not self._has_ended:
             self._line_at = -_FASTEST_S
-            line, erased = self._bar(), self._below.erased()
+            line = self._bar()
+            erased = self._below.erased()
             if line:
                 self._put("stdout", erased + b"\n" * self._below.is_unfinished + line + b"\n")
                 self._below.passed(b"\n")
@@ -213,7 +215,8 @@ class Console:
                 whole += state + b"\n"
         if len(rest) > _PARTIAL_LINE_BYTES:
             cut = len(rest) - unfinished_bytes(rest)
-            whole, rest = whole + rest[:cut] + b"\n", rest[cut:]
+            whole = whole + rest[:cut] + b"\n"
+            rest = rest[cut:]
         self._partial[key] = rest
         if self._on_screen:  # a move within one rank's lines would end in another's
             whole = _MOVES.sub(b"", whole)
@@ -266,7 +269,8 @@ class Console:
 
             encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
             text = draw_bar(self.progress, self._own, time.time(), self._width(), encoding)
-            self._line, self._line_at = text.encode(encoding, "replace"), now
+            self._line = text.encode(encoding, "replace")
+            self._line_at = now
         return self._line
 
     def _columns(self) -> int:

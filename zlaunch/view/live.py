@@ -59,7 +59,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
         size = len(values) / width
         slices = [values[int(i * size) : int((i + 1) * size)] for i in range(width)]
         values = [sum(part) / len(part) for part in slices]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high - low > LEAST else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
 

@@ -20,10 +20,17 @@ from zlaunch.view.progress import TIMES, RunProgress, span
 
 
 COLORS = ("#2f6fde", "#d9580d", "#1c8f5f", "#a23db5", "#b8860b", "#c42b3b", "#4d5a6b", "#0f8a9d")
-_WIDTH, _HEIGHT = 560, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
-_BAR, _GAP, _NAMES = 16, 6, 150
-_SPARK_WIDTH, _SPARK_HEIGHT = 120, 28
+_WIDTH = 560
+_HEIGHT = 260
+_LEFT = 62
+_RIGHT = 12
+_TOP = 12
+_BOTTOM = 34
+_BAR = 16
+_GAP = 6
+_NAMES = 150
+_SPARK_WIDTH = 120
+_SPARK_HEIGHT = 28
 _TICKS = 5
 LEAST = 1e-300
 """Is the least difference that an axis shows; of smaller ones parts are no numbers."""
@@ -50,10 +57,13 @@ def line_chart(curves: Sequence[Curve], x_label: str, *, from_zero: bool = False
     if max(ys) - min(ys) < LEAST:
         apart = abs(ys[0]) / 2 if abs(ys[0]) > LEAST else 0.5
         ys += [ys[0] - apart, ys[0] + apart]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
-    x_low, x_high = min(*xs, x_ticks[0]), max(*xs, x_ticks[-1])
+    x_ticks = ticks(min(xs), max(xs))
+    y_ticks = ticks(min(ys), max(ys))
+    x_low = min(*xs, x_ticks[0])
+    x_high = max(*xs, x_ticks[-1])
     x_high += 0.0 if x_high > x_low else max(1.0, abs(x_low) * 1e-3)
-    y_low, y_high = min(*ys, y_ticks[0]), max(*ys, y_ticks[-1])
+    y_low = min(*ys, y_ticks[0])
+    y_high = max(*ys, y_ticks[-1])
 
     def at(x: float, y: float) -> str:
         across = _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
@@ -75,7 +85,8 @@ def line_chart(curves: Sequence[Curve], x_label: str, *, from_zero: bool = False
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 2}" text-anchor="middle">{escape(x_label)}</text>')
     for index, curve in enumerate(curves):
-        color, last = COLORS[index % len(COLORS)], curve.points[-1]
+        color = COLORS[index % len(COLORS)]
+        last = curve.points[-1]
         points = " ".join(at(x, y) for x, y in curve.points)
         title = f"<title>{escape(curve.name)}: {label(last[1])} at {label(last[0])}</title>"
         across, down = at(*last).split(",")
@@ -94,7 +105,8 @@ def bar_chart(rows: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[s
     scale = (_WIDTH - _NAMES - 70) / longest
     drawn = []
     for index, (name, parts) in enumerate(rows):
-        top, across = index * (_BAR + _GAP), float(_NAMES)
+        top = index * (_BAR + _GAP)
+        across = float(_NAMES)
         drawn.append(
             f'<text x="{_NAMES - 6}" y="{top + _BAR - 4}" text-anchor="end">{escape(name[:24])}</text>'
         )
@@ -116,7 +128,8 @@ def spark(values: Sequence[float]) -> str:
     """Draw finite values as a small curve without axes; return "" for fewer than two."""
     if len(values) < 2:
         return ""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (_SPARK_HEIGHT - 4) / (high - low) if high - low > LEAST else 0.0
     step = (_SPARK_WIDTH - 4) / (len(values) - 1)
     points = " ".join(
@@ -146,7 +159,8 @@ def ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 

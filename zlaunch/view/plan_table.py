@@ -26,7 +26,8 @@ _CROSSING = {
 }
 """Says what a group of ranks that crosses nodes means, by its axis."""
 
-_FIRST, _LAST = 56, 8
+_FIRST = 56
+_LAST = 8
 """Rows of a table that are shown; rich takes seconds for the 8,000 workers of 1,000 nodes."""
 _REPEATED = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 """Begin the names of torchrun's variables, which say the same once more."""

@@ -106,7 +106,9 @@ class RunProgress:
 
     def take(self, event: Event) -> None:
         """Take one event. One that another program has written, and makes no sense, changes nothing."""
-        kind, rank, when = event.get("type"), event.get("rank"), _number(event.get("time"))
+        kind = event.get("type")
+        rank = event.get("rank")
+        when = _number(event.get("time"))
         if when is None:
             return
         self.last = max(self.last, when)
@@ -199,7 +201,8 @@ class RunProgress:
 
     def seconds_left(self) -> float | None:
         """Return how long the rest takes at the mean speed of this attempt; None where that is not known."""
-        step, steps = self.step, self.steps
+        step = self.step
+        steps = self.steps
         if step is None or not steps or self._first_step is None or step <= self._first_step[0]:
             return None
         first, when = self._first_step

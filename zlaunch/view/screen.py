@@ -14,8 +14,10 @@ from __future__ import annotations
 import os
 import re
 
-_SAVE, _RESTORE = b"\x1b7", b"\x1b8"
-_RESET, _CLEAR_BELOW = b"\x1b[0m", b"\x1b[J"
+_SAVE = b"\x1b7"
+_RESTORE = b"\x1b8"
+_RESET = b"\x1b[0m"
+_CLEAR_BELOW = b"\x1b[J"
 _ROW_BELOW = b"\x1bD\x1b[A"
 """Goes down a row, which scrolls at the bottom of the screen, and back up: there is a row below, then."""
 _SEQUENCE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\[\]])")
@@ -57,7 +59,8 @@ class LineBelow:
         self._rows_below = max(0, self._rows_below - data.count(b"\n", at))
         _, end, tail = data.rpartition(b"\n")
         if end:
-            self._tail, self.overwrites_itself = b"", False
+            self._tail = b""
+            self.overwrites_itself = False
         self.overwrites_itself = self.overwrites_itself or b"\r" in tail
         whole = self._tail + tail
         is_visible = bool(_SEQUENCE.sub(b"", whole)) or _is_cut(whole)
@@ -66,7 +69,8 @@ class LineBelow:
 
     def drawn(self, line: bytes) -> bytes:
         """Return what draws the line at the cursor, or under an unfinished line."""
-        self.is_shown, self._shown_under = True, self.is_unfinished
+        self.is_shown = True
+        self._shown_under = self.is_unfinished
         under = _ROW_BELOW + _SAVE + b"\r\x1b[B" if self.is_unfinished else _SAVE
         return under + _RESET + line + _RESET + _RESTORE
 
@@ -93,7 +97,8 @@ def _ends_in_full_row(line: bytes, columns: int) -> bool:
     if len(line) >= _TAIL_BYTES:
         return True  # its beginning is not kept
     text = _SEQUENCE.sub(b"", line).decode("utf-8", "replace").rpartition("\r")[2]
-    column, wraps = 0, False
+    column = 0
+    wraps = False
     for character in text.expandtabs():
         size = get_character_cell_size(character)
         wraps = size > 1 and column + size > columns  # where such a character goes, terminals differ

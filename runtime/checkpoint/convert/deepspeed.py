@@ -135,7 +135,8 @@ def by_rank(folder: Path, suffix: str) -> list[Path]:
 
 
 def _facts(model: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    steps, schedule = int(model.get("global_steps") or 0), model.get("lr_scheduler")
+    steps = int(model.get("global_steps") or 0)
+    schedule = model.get("lr_scheduler")
     return {
         "stage": stage,
         "written_by": {"deepspeed": str(model.get("ds_version"))},
@@ -218,7 +219,8 @@ def _between(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     found: list[Tensor] = []
     at = 0
     for part in parts:
-        low, high = max(start, at), min(stop, at + part.numel())
+        low = max(start, at)
+        high = min(stop, at + part.numel())
         if low < high:
             found.append(part[low - at : high - at])
         at += part.numel()

@@ -76,7 +76,8 @@ class _Chunked(Sequence[Tensor]):
     """Reads a tensor when it is asked for: one at a time is in memory."""
 
     def __init__(self, folder: Path, entry: _Entry) -> None:
-        self._folder, self._entry = folder, entry
+        self._folder = folder
+        self._entry = entry
 
     def __len__(self) -> int:
         return 1

@@ -33,7 +33,8 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
     Collective. One block is gathered at a time. Parameters that are one tensor under two names (tied weights)
     share their storage in the result; no others do.
     """
-    module, comm = model.module, model.comm
+    module = model.module
+    comm = model.comm
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -206,7 +206,8 @@ def _idle_s(folder: Path) -> float:
 def point_to(target: SaveTarget) -> None:
     """Name the checkpoint in ``latest``, and put the script beside it."""
     replace_file(target.folder / LATEST, target.tag.encode())
-    path, content = target.folder / script.NAME, script.text().encode()
+    path = target.folder / script.NAME
+    content = script.text().encode()
     if not path.is_file() or path.read_bytes() != content:
         replace_file(path, content)
         mode = path.stat().st_mode

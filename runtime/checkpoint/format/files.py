@@ -142,7 +142,8 @@ class FileWriter:
     def _store(self, buffer: Tensor, nbytes: int, chunk: int) -> None:
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
         self._sums[chunk] = zlib.crc32(memory[:nbytes])
-        direct, done = self._direct, 0
+        direct = self._direct
+        done = 0
         while done < (end := aligned(nbytes) if direct else nbytes):
             try:
                 done += os.pwrite(self._fd, memory[done:end], chunk * CHUNK_BYTES + done)
@@ -175,7 +176,8 @@ class FileWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        memory, self._memory = self._memory, None
+        memory = self._memory
+        self._memory = None
         if memory is not None:
             with suppress(RuntimeError):  # of a device that has failed: the copies' waits have told of it
                 self._link.release(memory)

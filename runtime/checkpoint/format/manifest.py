@@ -25,10 +25,13 @@ from torch import Tensor
 from ...comm.cut import Box, box_shape, put, take, whole_box
 from .tensor_file import DTYPES, CheckpointError, File
 
-FORMAT, VERSION = "zlaunch checkpoint", 1
+FORMAT = "zlaunch checkpoint"
+VERSION = 1
 VERSION_WITH_PARTS = 2
 """Is the version of manifests in which parameters are cut (``parts``)."""
-MANIFEST, LATEST, WHOLE = "manifest.json", "latest", "whole.safetensors"
+MANIFEST = "manifest.json"
+LATEST = "latest"
+WHOLE = "whole.safetensors"
 VALUE = "value"
 """The kind of a slice that holds a parameter's (fp32) value; other kinds are states of the optimizer."""
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
@@ -99,11 +102,13 @@ class Checkpoint:
         box = box or whole_box(entry["shape"])
         row = prod(box_shape(box)[1:])
         step = max(1, _ROWS_NUMEL // max(1, prod(entry["shape"][1:])))
-        stop, at = start + target.numel(), 0
+        stop = start + target.numel()
+        at = 0
         for low, high in box[0]:
             for first in range(low, high, step):
                 count = min(step, high - first)
-                begin, end = max(start, at * row), min(stop, (at + count) * row)
+                begin = max(start, at * row)
+                end = min(stop, (at + count) * row)
                 if begin < end:
                     rows = self._read_rows(name, kind, first, first + count, box, target.dtype)
                     flat = take(rows, (((0, count),), *box[1:])).reshape(-1)
@@ -123,9 +128,11 @@ class Checkpoint:
         for part in entry["parts"]:
             if not all(_overlap(own, wanted) for own, wanted in zip(part["box"][1:], box[1:], strict=True)):
                 continue
-            inner, at = box_shape(part["box"])[1:], 0
+            inner = box_shape(part["box"])[1:]
+            at = 0
             for first, last in part["box"][0]:
-                begin, end = max(first, low), min(last, high)
+                begin = max(first, low)
+                end = min(last, high)
                 if begin < end:
                     own = torch.empty((end - begin, *inner), dtype=dtype)
                     offset = (at + begin - first) * prod(inner)

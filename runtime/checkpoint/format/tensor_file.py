@@ -50,10 +50,14 @@ class File:
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         """Open it; ``entry``: its bytes and checksums. Raises CheckpointError if missing, cut or damaged."""
-        self.path, self._fd = path, -1
-        self._nbytes, self._sums = int(entry["bytes"]), list(entry["crc32"])
+        self.path = path
+        self._fd = -1
+        self._nbytes = int(entry["bytes"])
+        self._sums = list(entry["crc32"])
         self._good: set[int] = set()
-        self._held, self._content, self._before = -1, torch.empty(0, dtype=torch.uint8), -1
+        self._held = -1
+        self._content = torch.empty(0, dtype=torch.uint8)
+        self._before = -1
         """The chunk in memory and its bytes; the chunk that was read last."""
         self._ahead: dict[int, Future[Tensor]] = {}
         self._free: list[Tensor] = []
@@ -134,7 +138,8 @@ class File:
         """Return a chunk's bytes. While chunks are wanted in order, threads read and check the next ones."""
         if chunk == self._held:
             return self._content
-        in_order, self._before = chunk == self._before + 1, chunk
+        in_order = chunk == self._before + 1
+        self._before = chunk
         for passed in [number for number in self._ahead if not chunk <= number <= chunk + _AHEAD]:
             other = self._ahead.pop(passed)
             if not other.cancel():
@@ -145,7 +150,8 @@ class File:
                 if following not in self._ahead and following not in self._good:
                     self._ahead[following] = _readers().submit(self._load, following)
         self._held = -1
-        former, self._content = self._content, job.result() if job is not None else self._load(chunk)
+        former = self._content
+        self._content = job.result() if job is not None else self._load(chunk)
         self._held = chunk
         self._free.append(former)
         self._good.add(chunk)
@@ -184,8 +190,10 @@ class File:
         """Fill ``view`` from the file at ``offset``, every byte checked by the chunk that it is in."""
         end = offset + len(view)
         for chunk in range(offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
-            first, last = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._nbytes)
-            low, high = max(first, offset), min(last, end)
+            first = chunk * CHUNK_BYTES
+            last = min((chunk + 1) * CHUNK_BYTES, self._nbytes)
+            low = max(first, offset)
+            high = min(last, end)
             target = view[low - offset : high - offset]
             if chunk in self._good and chunk != self._held:
                 self._fill(target, low)

@@ -45,7 +45,8 @@ def install() -> None:
             file=sys.stderr,
             flush=True,
         )
-    path, given = _without(sys.path), os.environ.get("PYTHONPATH")
+    path = _without(sys.path)
+    given = os.environ.get("PYTHONPATH")
     variable = _without(given.split(os.pathsep)) if given else []
     if real is None:
         at = len(path)
@@ -53,7 +54,8 @@ def install() -> None:
         at = 0 if path and Path(real).is_relative_to(path[0] or os.getcwd()) else 1
     path.insert(at, _ENTRY)
     variable.insert(len(variable) if real is None else 0, _ENTRY)
-    sys.path[:], os.environ["PYTHONPATH"] = path, os.pathsep.join(variable)
+    sys.path[:] = path
+    os.environ["PYTHONPATH"] = os.pathsep.join(variable)
     importlib.invalidate_caches()
 
 

@@ -96,7 +96,10 @@ class _Handle:
     """
 
     def __init__(self, work: Any, log: CommsLogger, operation: LoggedOperation, before: Any) -> None:
-        self._work, self._log, self._operation, self._before = work, log, operation, before
+        self._work = work
+        self._log = log
+        self._operation = operation
+        self._before = before
         self._is_over = False
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:

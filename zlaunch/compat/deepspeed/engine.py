@@ -271,7 +271,8 @@ class _Endless(Iterator[Any]):
     """Goes through a loader again and again."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader, self._present = loader, iter(loader)
+        self._loader = loader
+        self._present = iter(loader)
 
     def __next__(self) -> Any:
         try:

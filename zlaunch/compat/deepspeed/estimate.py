@@ -39,7 +39,8 @@ def estimate_zero3_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
     """Return bytes of host memory a node, of each GPU, and of the largest layer's parameters."""
-    gpus, largest = num_gpus_per_node * num_nodes, 4 * largest_layer_params
+    gpus = num_gpus_per_node * num_nodes
+    largest = 4 * largest_layer_params
     whole = total_params * 4 * num_gpus_per_node
     if not cpu_offload:
         device = largest + int(18 * total_params / gpus)

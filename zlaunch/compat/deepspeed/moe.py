@@ -88,7 +88,8 @@ def route_to_two(logits: Tensor, capacity: int | None, sample_second: bool) -> R
     counts = (one + two).detach().sum(0)
     if capacity is not None:
         places = two.cumsum(0) - 1 + before
-        one, two = one * (one.cumsum(0) <= capacity), two * (places < capacity)
+        one = one * (one.cumsum(0) <= capacity)
+        two = two * (places < capacity)
     found = _routing(gates, torch.cat([first, second], 1), one + two, l_aux, counts)
     found.weights = _normalised(found.weights)
     return found
@@ -170,8 +171,12 @@ class TopKGate(nn.Module):
         if not 1 <= k <= num_experts:
             raise ParameterError(f"MoE: k is {k}, expected 1 to {num_experts} (num_experts)")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
-        self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
-        self.min_capacity, self.drop_tokens, self.use_rts = min_capacity, drop_tokens, use_rts
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
         self.noisy_gate_policy = noisy_gate_policy
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
         self.draws_random_numbers = k <= 2
@@ -201,7 +206,8 @@ class MOELayer(nn.Module):
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate = gate
+        self.experts = experts
         self.l_aux: Any = None
         self.exp_counts: Any = None
 
@@ -209,7 +215,8 @@ class MOELayer(nn.Module):
         """Return the mixture for tokens of any leading shape, in their shape and dtype."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         found = self.gate(tokens, used_token)
-        self.l_aux, self.exp_counts = found.l_aux, found.exp_counts
+        self.l_aux = found.l_aux
+        self.exp_counts = found.exp_counts
         mixed: Tensor = self.experts(tokens, found.index, found.weights)
         return mixed.reshape(hidden.shape)
 
@@ -252,7 +259,9 @@ class MoE(nn.Module):
             raise ParameterError(f"MoE: {num_experts} experts cannot be divided by ep_size = {ep_size} ranks")
         if use_tutel:
             logger.warning("MoE: use_tutel changes nothing: the routing is computed with torch")
-        self.use_residual, self.num_experts, self.ep_size = use_residual, num_experts, ep_size
+        self.use_residual = use_residual
+        self.num_experts = num_experts
+        self.ep_size = ep_size
         self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"
         gate = TopKGate(

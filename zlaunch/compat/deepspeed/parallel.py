@@ -56,7 +56,9 @@ def take_over_sizes(model: nn.Module | None, config: Any, mpu: Any = None) -> An
 
     Raises ConfigError where two of them differ, and for sizes of axes that are not supported.
     """
-    tensor, expert, sequence = _said_tensor_sizes(model), _said_expert_sizes(model), _asked("sp_size")
+    tensor = _said_tensor_sizes(model)
+    expert = _said_expert_sizes(model)
+    sequence = _asked("sp_size")
     if mpu is sequence_groups:
         size = sequence_groups.get_sequence_parallel_world_size()
         sequence[f"register_with_transformers(sequence_parallel_size={size})"] = size

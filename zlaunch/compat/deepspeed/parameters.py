@@ -88,7 +88,8 @@ def _own(parameter: Tensor) -> Tensor:
             "mics_shard_size, zero_hpz_partition_size): use GatheredParameters"
         )
     start, stop = unit.layout.shard_range(unit.comm.link.position)
-    low, high = max(start, slot.offset), min(stop, slot.stop)
+    low = max(start, slot.offset)
+    high = min(stop, slot.stop)
     if low >= high:
         return torch.empty(0, dtype=unit.dtype, device=unit.device)
     if not unit.shard_params:
@@ -228,7 +229,8 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, Tensor):
             params = [params]
-        self.enabled, self.src_rank = enabled, modifier_rank
+        self.enabled = enabled
+        self.src_rank = modifier_rank
         self.params = [p for p in params if is_zero_param(p)] if enabled else []
         self._entered: list[AbstractContextManager[None]] = []
 
@@ -343,7 +345,8 @@ def _of_classes(
     if not found and raise_if_not_found:
         raise ValueError(f"no module of the model is one of {missing}")
     _warn_if_late(found)
-    marked, ordered = {id(module) for module in found}, []
+    marked = {id(module) for module in found}
+    ordered = []
     model.apply(lambda module: ordered.append(module) if id(module) in marked else None)
     return ordered
 

@@ -31,7 +31,8 @@ class ProcessTopology:
     """Numbers the places on axes of so many ranks."""
 
     def __init__(self, axes: list[str], dims: list[int]) -> None:
-        self.axes, self.dims = list(axes), list(dims)
+        self.axes = list(axes)
+        self.dims = list(dims)
         self.ProcessCoord = _named(self.axes)
         self.mapping: dict[Any, int] = {}
         for rank, place in enumerate(product(*map(range, self.dims))):
@@ -61,7 +62,8 @@ class ProcessTopology:
         """Return the lists of ranks that differ in their positions on an axis alone."""
         if axis not in self.axes:
             return []
-        at, found = self.axes.index(axis), dict[tuple[int, ...], list[int]]()
+        at = self.axes.index(axis)
+        found = dict[tuple[int, ...], list[int]]()
         for place, rank in self.mapping.items():
             found.setdefault((*place[:at], *place[at + 1 :]), []).append(rank)
         return list(found.values())
@@ -95,7 +97,9 @@ class LayerSpec:
         """Raise RuntimeError for a class that is no nn.Module."""
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise RuntimeError(f"{type(self).__name__}: {typename!r} is not a subclass of nn.Module")
-        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
 
     def __repr__(self) -> str:
         given = [*map(repr, self.module_args), *(f"{k}={v!r}" for k, v in self.module_kwargs.items())]
@@ -124,7 +128,8 @@ class TiedLayerSpec(LayerSpec):
         ``tied_weight_attr``.
         """
         super().__init__(typename, *module_args, **module_kwargs)
-        self.key, self.forward_fn = key, forward_fn
+        self.key = key
+        self.forward_fn = forward_fn
         self.tied_weight_attr = (
             [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
         )
@@ -151,7 +156,9 @@ class _Place(nn.Module):
         self, index: int, call: Callable[..., Any], module: nn.Module | None, what: _Options
     ) -> None:
         super().__init__()
-        self.index, self.call_layer, self.options = index, (call,), what
+        self.index = index
+        self.call_layer = (call,)
+        self.options = what
         self.zlaunch_uses = () if module is None else (module,)
         self.writes = module is not None and any(getattr(m, "inplace", False) for m in module.modules())
 
@@ -160,7 +167,8 @@ class _Place(nn.Module):
         """Tell whether the backward pass computes the layer again."""
         if not self.options.interval or not self.zlaunch_uses:
             return False
-        module, names = self.zlaunch_uses[0], self.options.names
+        module = self.zlaunch_uses[0]
+        names = self.options.names
         if names is not None:
             return type(module).__name__ in names
         return next(module.parameters(), None) is not None
@@ -216,8 +224,11 @@ class PipelineModule(nn.Module):
         super().__init__()
         self.num_stages = _stages_of(num_stages, topology)
         self._topology = topology
-        self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
-        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.loss_fn = loss_fn
+        self.dynamic_shape = dynamic_shape
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn
+        self.base_seed = base_seed
         seed = (seed_fn or set_random_seed) if seed_layers else None
         self._options = _Options(
             activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, seed, base_seed
@@ -323,7 +334,8 @@ class _Bound:
     """Calls a function with a module and its input."""
 
     def __init__(self, function: Callable[[Any, Any], Any], module: nn.Module) -> None:
-        self.function, self.module = function, module
+        self.function = function
+        self.module = module
 
     def __call__(self, hidden: Any) -> Any:
         return self.function(self.module, hidden)

@@ -19,7 +19,8 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     before, and one that does not divide the ranks.
     """
     global _group, _size
-    world_size, size = dist.get_world_size(), sequence_parallel_size
+    world_size = dist.get_world_size()
+    size = sequence_parallel_size
     if size < 2 or world_size % size:
         raise ParameterError(f"sequence_parallel_size: {size} does not divide the {world_size} ranks")
     if _group is not None:
@@ -29,7 +30,8 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     for ranks in MeshShape(world_size // size, sequence=size).groups("sequence"):
         made = new_group(ranks)
         if dist.get_rank() in ranks:
-            _group, _size = made, size
+            _group = made
+            _size = size
 
 
 def get_sequence_parallel_group() -> Any:

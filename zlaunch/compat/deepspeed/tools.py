@@ -112,7 +112,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     used = psutil.virtual_memory()
     device = ""
     if torch.cuda.is_available():
-        now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        now = torch.cuda.memory_allocated()
+        most = torch.cuda.max_memory_allocated()
         device = f"GPU {now / 2**30:.2f} GB, at most {most / 2**30:.2f} GB, "
     logger.warning(
         "%s: %sprocess %.2f GB, host %.1f GB (%.0f%%)",
@@ -202,7 +203,8 @@ class OnDevice:
     """``with OnDevice(dtype=torch.float16, device="meta"):`` builds modules there, in that dtype."""
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
-        self.dtype, self.enabled = dtype, enabled
+        self.dtype = dtype
+        self.enabled = enabled
         self._context = torch.device(device)
 
     def __enter__(self) -> None:
@@ -244,11 +246,14 @@ class ThroughputTimer:
         self, device: torch.device, batch_size: Callable[[], int], start_step: int = WARM_UP
     ) -> None:
         """``batch_size``: samples of a step, over all ranks; ``start_step``: steps to leave out first."""
-        self._device, self._batch_size, self.start_step = device, batch_size, start_step
+        self._device = device
+        self._batch_size = batch_size
+        self.start_step = start_step
         self.global_step_count = self.micro_step_count = self.epoch_count = 0
         self._since: _Mark | None = None
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._elapsed_s, self._samples = 0.0, 0
+        self._elapsed_s = 0.0
+        self._samples = 0
 
     @property
     def started(self) -> bool:
@@ -280,7 +285,8 @@ class ThroughputTimer:
         """Measure up to now, if started; with ``global_step`` a step has ended. ``report_speed`` is accepted:
         the launcher shows the speed.
         """
-        since, self._since = self._since, None
+        since = self._since
+        self._since = None
         if since is None:
             return
         self.micro_step_count += 1

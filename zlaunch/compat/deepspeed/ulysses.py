@@ -76,7 +76,10 @@ class UlyssesSPDataLoaderAdapter:
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-        self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
         self.device = torch.device(device)
         self.micro_batches: deque[dict[str, Any]] = deque()
         self.iter: Iterator[Any] | None = None
@@ -106,7 +109,8 @@ class UlyssesSPDataLoaderAdapter:
         if self.iter is None:
             self.iter = iter(self.dl)
         batch = next(self.iter, None)
-        own, problem = None, ""
+        own = None
+        problem = ""
         if batch is not None:
             try:
                 own = self._prepared(batch)

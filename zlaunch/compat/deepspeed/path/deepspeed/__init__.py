@@ -47,7 +47,9 @@ from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from .utils.init_on_device import OnDevice
 
 __version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __version__.split("."))
-version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
+version = __version__
+git_hash = __git_hash__
+git_branch = __git_branch__
 dist = comm
 
 InferenceEngine = _missing_class("InferenceEngine", _INFERENCE)

@@ -3,5 +3,7 @@
 from datetime import timedelta
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+CROSS_RANK = "CROSS_RANK"
+CROSS_SIZE = "CROSS_SIZE"
+LOCAL_RANK = "LOCAL_RANK"
 default_pg_timeout = timedelta(minutes=10)

@@ -4,7 +4,8 @@ from typing import Any
 
 from zlaunch.compat.deepspeed import VERSION as version
 
-git_hash, git_branch = "zlaunch", "zlaunch"
+git_hash = "zlaunch"
+git_branch = "zlaunch"
 installed_ops: dict[str, bool] = {}
 accelerator_name = ""
 torch_info: dict[str, Any] = {

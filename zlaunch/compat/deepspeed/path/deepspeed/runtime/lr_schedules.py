@@ -10,10 +10,14 @@ from zlaunch.runtime.optim.schedules import (
     WarmupLR,
 )
 
-LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
-WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
 VALID_LR_SCHEDULES = list(SCHEDULES)
-WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
 # keys of their params
 LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
 LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"

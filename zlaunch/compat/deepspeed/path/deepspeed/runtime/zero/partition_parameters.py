@@ -25,8 +25,10 @@ partitioned_param_data_shape = [0]
 MultipleAllGatherHandles = missing_class("MultipleAllGatherHandles", "gathers are the runtime's own")
 AllGatherHandle = missing_class("AllGatherHandle", "gathers are the runtime's own")
 _orig_torch_arange = torch.arange
-_orig_torch_empty, _orig_torch_zeros = torch.empty, torch.zeros
-_orig_torch_ones, _orig_torch_full = torch.ones, torch.full
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
 
 
 def zero_wrapper_for_fp_tensor_constructor(
