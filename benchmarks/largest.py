@@ -26,7 +26,7 @@ def room_gb(system: str, cap_gb: float) -> float:
     """Return the memory that bounds the model, in GiB."""
     import torch
 
-    from zlaunch.runtime.memory.host import host_bytes
+    from zlaunch.runtime.host_memory import host_bytes
 
     if system == "offload both" or not torch.cuda.is_available():
         return host_bytes() / 2**30 * 0.9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,11 @@ from .data import EngineLoader
 from .engine import Engine, choose_backward_step, choose_local_steps
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
+from .host_memory import PINNED_SHARE
 from .log import detail, say, set_level, show, warn
 from .memory.advice import MemoryAdviser
 from .memory.estimate import Setting
-from .memory.preflight import PINNED_SHARE, preflight
+from .memory.preflight import preflight
 from .models import find_hidden_size
 from .observe.clock import DISK
 from .observe.comms_logger import LoggedComm
@@ -42,6 +43,7 @@ from .observe.reporter import observe, open_monitor
 from .offload import disk
 from .offload.manager import Offload, choose_offload
 from .offload.states import StateMover
+from .offload.step import BackgroundStep
 from .offload.transfer import HostLink
 from .optim.registry import (
     build_optimizer,
@@ -53,7 +55,7 @@ from .optim.registry import (
     prepare,
 )
 from .optim.slices import groups_by_parameter, parameter_groups
-from .optim.step import ShardedOptimizer
+from .optim.step import OffloadedStep, ShardedOptimizer
 from .parallel.schedule import choose_kind, divide_layers
 from .parallel.sequence import share_sequences
 from .parallel.tensor import share_layers
@@ -87,6 +89,7 @@ from .zero.policy import (
 )
 from .zero.reduce import GradientOptions, GradientReducer
 from .zero.store import DeviceStores
+from .zero.unit import Unit
 
 # -- gradient options -------------------------------------------------------------------------------
 #
@@ -214,7 +217,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                offloaded_step=choose_step(client, reducer, comm, offloads=offload is not None),
+                offloaded_step=_choose_step(client, reducer, comm, offload),
                 on_device=on_gpu,
             )
         scheduler = _make_scheduler(lr_scheduler, effective, client)
@@ -344,6 +347,16 @@ def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: C
         offloaded=zero.offload_optimizer is not None and zero.offload_optimizer.device != "none",
         allowed=bool(effective.config.zero_allow_untested_optimizer),
     )
+
+
+def _choose_step(
+    client: torch.optim.Optimizer, reducer: GradientReducer, comm: Comm, offload: Offload | None
+) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
+    """Return what makes the object that steps units otherwise than all at once on the device, if any."""
+    chosen = choose_step(client, reducer, comm)
+    if chosen is not None or offload is None:
+        return chosen
+    return lambda units: BackgroundStep(units, comm, background=comm.device.type == "cuda")
 
 
 def _make_offload(

@@ -55,7 +55,7 @@ _LAZY = {
     "Experts": ("zlaunch.runtime.parallel.expert", "Experts"),
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
-    "resume_dir": ("zlaunch.runtime.preemption", "resume_dir"),
+    "resume_dir": ("zlaunch.runtime.checkpoint.resume", "resume_dir"),
     "optim": ("zlaunch.optim", ""),
     "launch": ("zlaunch.jobs", "launch"),
     "FunctionJob": ("zlaunch.jobs", "FunctionJob"),
@@ -140,6 +140,7 @@ if TYPE_CHECKING:
         load_state_dict_from_zero_checkpoint as load_state_dict_from_zero_checkpoint,
     )
     from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError as CheckpointError
+    from zlaunch.runtime.checkpoint.resume import resume_dir as resume_dir
     from zlaunch.runtime.comm.process_group import init_distributed as init_distributed
     from zlaunch.runtime.config import ConfigError as ConfigError
     from zlaunch.runtime.engine import Engine as Engine
@@ -154,7 +155,6 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
     from zlaunch.runtime.parallel.expert import Experts
     from zlaunch.runtime.parallel.plans import tensor_parallel
-    from zlaunch.runtime.preemption import resume_dir as resume_dir
     from zlaunch.runtime.report import report as report
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from ...cuda_ops.pinned import PAGE_BYTES
 from ..comm.collectives import Comm
 from ..comm.cut import cut_of, whole_shape
+from ..comm.link import ALIGN_NUMEL
 from ..comm.pending import DONE, Exchange, Pending
 from ..log import fail, warn
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
 from ..zero.hooks import ShardedModel
-from ..zero.layout import ALIGN_NUMEL
 from ..zero.unit import Unit
 from .agree import HostChannel, all_or_none
 from .format.commit import SaveTarget, point_to, prepare, prune, put_in_place, write_manifest

@@ -15,6 +15,10 @@ from .shared_memory import PeerMemory
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+ALIGN_NUMEL = 16
+"""Sets the multiple of elements at which parameters, and parts of a unit, start: 32 or 64 bytes, for vector
+loads.
+"""
 GATHER = 0
 REDUCE = 1
 """Number the channels: collectives of one kind are issued in one order on all ranks."""

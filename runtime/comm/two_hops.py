@@ -30,8 +30,7 @@ from ...cuda_ops.quantize import (
     quantize,
     quantize_with_error,
 )
-from ..zero.layout import ALIGN_NUMEL
-from .link import Note, RankLink
+from .link import ALIGN_NUMEL, Note, RankLink
 from .pending import DONE, Pending, Work, waits
 
 # -- hops -------------------------------------------------------------------------------------------

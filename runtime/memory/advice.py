@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..activation.checkpointing import has_blocks
+from ..host_memory import host_bytes
 from ..zero.unit import Unit
 from .estimate import GIB, Setting, alternatives, narrowed, plan, shown_bytes
-from .host import host_bytes
 
 # -- holders ----------------------------------------------------------------------------------------
 #

@@ -17,6 +17,7 @@ from ..comm.collectives import Comm
 from ..comm.nodes import kept_bytes
 from ..environment import read_environment
 from ..errors import MemoryPlanError
+from ..host_memory import host_bytes
 from ..log import detail, say
 from ..offload.manager import OffloadOptions, mean_state_count
 from ..optim.registry import ELEMENTWISE, error_bytes
@@ -26,15 +27,10 @@ from ..zero.policy import Block, ShardingOptions
 from ..zero.unit import owner_of
 from .activations import activations_per_token
 from .estimate import Amounts, Setting, check, describe, plan
-from .host import host_bytes
 
 # -- resources --------------------------------------------------------------------------------------
 #
 # Measures how much memory and disk one rank may take.
-
-
-PINNED_SHARE = 0.8
-"""The share of the free host memory that may be page-locked: no other process can use such memory."""
 
 
 def available(device: torch.device, offload: OffloadOptions, local_world_size: int) -> Amounts:

@@ -16,8 +16,7 @@ from ..comm.pending import DONE, Pending
 from ..config import Config
 from ..environment import read_environment
 from ..errors import OffloadedError
-from ..memory.host import host_bytes
-from ..memory.preflight import PINNED_SHARE
+from ..host_memory import PINNED_SHARE, host_bytes
 from ..optim.step import ShardedOptimizer
 from ..zero.hooks import ShardedModel
 from ..zero.placeholder import BUFFERS, GRADIENTS, MASTERS, OPTIMIZER, STATES, VALUES, UnitState, check_here

@@ -15,12 +15,11 @@ from torch import nn
 from ...cuda_ops.signs import BLOCK
 from ...cuda_ops.step import needs_kernel
 from ..comm.collectives import Comm
+from ..comm.link import ALIGN_NUMEL
 from ..config import Config
 from ..environment import read_environment
 from ..errors import OptimizerError
 from ..log import detail, warn
-from ..offload.step import BackgroundStep
-from ..zero.layout import ALIGN_NUMEL
 from ..zero.reduce import GradientReducer
 from ..zero.unit import Unit
 from .collective import CollectiveStep
@@ -230,15 +229,15 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
 
 
 def choose_step(
-    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, comm: Comm, *, offloads: bool
+    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, comm: Comm
 ) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
-    """Return what makes the object that steps units otherwise than all at once on the device, if any."""
+    """Return what makes the object that an optimizer, or a step in the backward pass, steps units with; None
+    if they can be stepped all at once.
+    """
     if isinstance(reducer, SteppingReducer):
         return reducer.make_step
     kind = collective_step_of(optimizer)
-    if kind is not None:
-        return lambda units: kind(units, comm)
-    return (lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")) if offloads else None
+    return None if kind is None else (lambda units: kind(units, comm))
 
 
 # -- accepted optimizers ----------------------------------------------------------------------------

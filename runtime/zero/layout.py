@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGN_NUMEL = 16
-"""Sets the multiple of elements at which parameters start: 32 or 64 bytes, for vector loads."""
+from ..comm.link import ALIGN_NUMEL
+
 TILE_NUMEL = 4 << 20
 """Limits the elements of a shard that are moved and updated together, as sub_group_size does: long transfers
 run at a disk's full speed, and a few of them in memory cost little.

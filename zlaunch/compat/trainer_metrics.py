@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from zlaunch.node.import_watch import when_imported
+from zlaunch.system.import_watch import when_imported
 
 
 def watch() -> None:

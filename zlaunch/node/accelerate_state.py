@@ -15,7 +15,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from zlaunch.node.import_watch import when_imported
+from zlaunch.system.import_watch import when_imported
 
 
 def watch() -> None:

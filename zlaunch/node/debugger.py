@@ -18,8 +18,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from zlaunch.node.import_watch import when_imported
 from zlaunch.plan.plan import LOCAL_HOST
+from zlaunch.system.import_watch import when_imported
 
 _USUAL_PORT = 5678
 """The port of debugpy's examples: one launch.json then fits every run."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zlaunch import __version__
-from zlaunch.runtime.memory.host import host_bytes
+from zlaunch.runtime.host_memory import host_bytes
 from zlaunch.system.gpu_health import GpuReport, examine_gpus
 from zlaunch.system.machine import Facts
 from zlaunch.system.network import interface_addresses, open_listener

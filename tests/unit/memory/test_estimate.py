@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zlaunch
+from zlaunch.runtime import host_memory
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory import host, preflight
+from zlaunch.runtime.memory import preflight
 from zlaunch.runtime.memory.activations import activations_per_token
 from zlaunch.runtime.memory.estimate import (
     GIB,
@@ -222,14 +223,14 @@ def test_the_peak_is_the_model_as_it_comes_where_that_is_more() -> None:
 def test_free_memory_is_what_the_kernel_and_the_groups_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0 < host.host_bytes() <= 1 << 50
+    assert 0 < host_memory.host_bytes() <= 1 << 50
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    monkeypatch.setattr(host, "_own_groups", lambda: [tmp_path])
-    assert host.host_bytes() == 3000000
+    monkeypatch.setattr(host_memory, "_own_groups", lambda: [tmp_path])
+    assert host_memory.host_bytes() == 3000000
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.host_bytes() > 5000000
+    assert host_memory.host_bytes() > 5000000
     options = OffloadOptions(optimizer_path=str(tmp_path / "not" / "there"))
     assert preflight.available(torch.device("cpu"), options, 2).disk > 0
     assert preflight.other_drive_bytes(options, 2) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zlaunch.runtime.memory.host import host_bytes, slurm_bytes
+from zlaunch.runtime.host_memory import host_bytes, slurm_bytes
 
 
 @pytest.mark.parametrize(

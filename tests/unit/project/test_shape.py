@@ -9,6 +9,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
+ORDER = (
+    "errors",
+    "cuda_ops",
+    *(
+        f"runtime.{name}"
+        for name in (
+            *("errors", "world_sizes", "environment", "log", "trust", "report", "device", "data", "mesh"),
+            *("host_memory", "models", "config", "restarts", "comm", "precision", "averaging"),
+            *("step_losses", "preemption", "zero", "optim", "offload", "activation", "checkpoint"),
+            *("engine", "parallel", "memory", "observe", "arguments", "script", "build", "api"),
+        )
+    ),
+    "runtime",
+    *("optim", "sequence", "zero"),  # public names of the runtime
+    *("system", "compat", "hostfiles", "slurm", "plan", "transports", "node", "view", "supervisor"),
+    *("launchers", "queue", "sweep", "tuning", "kubernetes", "ui", "jobs", "notebook", "cli", "__main__"),
+)
+"""Folders and top-level files from bottom to top: each imports only those before it."""
 
 
 @cache
@@ -78,6 +96,29 @@ def circles() -> list[list[str]]:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not circles()
+
+
+def place(name: str) -> int | None:
+    """Return the place of a module in the order; None for the package itself, which imports nothing at its
+    start.
+    """
+    words = name.split(".")[1:]
+    for length in (2, 1):
+        if ".".join(words[:length]) in ORDER:
+            return ORDER.index(".".join(words[:length]))
+    assert not words, f"{name} is in no folder of ORDER"
+    return None
+
+
+def test_imports_between_folders_go_one_way() -> None:
+    against = set()
+    for name in modules():
+        own = place(name)
+        for other in imports(name):
+            its = place(other)
+            if own is not None and its is not None and its > own:
+                against.add(f"{name} imports {other}")
+    assert not sorted(against)
 
 
 def test_no_two_classes_have_one_name() -> None:

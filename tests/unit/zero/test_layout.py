@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.zero.layout import ALIGN_NUMEL, Layout, make_layout
+from zlaunch.runtime.comm.link import ALIGN_NUMEL
+from zlaunch.runtime.zero.layout import Layout, make_layout
 
 worlds = st.integers(1, 9)
 parameters = st.lists(st.tuples(st.integers(0, 300), st.integers(-1, 3)), max_size=12).map(

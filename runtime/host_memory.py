@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+PINNED_SHARE = 0.8
+"""The share of the free host memory that may be page-locked: no other process can use such memory."""
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
