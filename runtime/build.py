@@ -27,7 +27,7 @@ from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
 from .data import EngineLoader
-from .engine import Engine, choose_backward_step, choose_local_steps
+from .engine import Engine
 from .environment import read_environment
 from .errors import OptimizerError, ParameterError
 from .host_memory import PINNED_SHARE
@@ -48,15 +48,18 @@ from .offload.transfer import HostLink
 from .optim.registry import (
     build_optimizer,
     build_scheduler,
+    check_local_steps,
     check_narrow,
-    choose_step,
+    choose_method,
+    choose_reducer,
     keeps_whole_gradients,
     needs_whole_tensors,
     prepare,
 )
 from .optim.slices import groups_by_parameter, parameter_groups
-from .optim.step import OffloadedStep, ShardedOptimizer
-from .parallel.schedule import choose_kind, divide_layers
+from .optim.step import ShardedOptimizer, StepMethod
+from .parallel.pipeline import install_forwards
+from .parallel.schedule import PipelineSchedule, divide_layers
 from .parallel.sequence import share_sequences
 from .parallel.tensor import share_layers
 from .precision import (
@@ -183,8 +186,10 @@ def build_engine(
         for warning in overridden:
             warn(warning)
     checkpointing.apply(model, loaded.config.activation_checkpointing, comm, parts)
-    kind = choose_kind(kind, pipeline, has_section="pipeline" in loaded.raw)
-    if hasattr(kind, "train_batch") and not effective.config.managed_gradient_accumulation:
+    if pipeline is not None:
+        install_forwards(pipeline.line, pipeline.passes)
+    whole_steps = pipeline is not None or "pipeline" in loaded.raw or kind.trains_whole_steps
+    if whole_steps and not effective.config.managed_gradient_accumulation:
         raise ConfigError(
             [
                 f"{loaded.origin}: managed_gradient_accumulation: false is not supported with pipeline "
@@ -195,8 +200,8 @@ def build_engine(
     if client is not None:
         check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
-    kind, reduces = choose_backward_step(kind, client, effective, comm, whole=whole)
-    kind = choose_local_steps(kind, client, effective, comm)
+    reduces = choose_reducer(client, effective, comm, whole=whole)
+    check_local_steps(client, effective.config, comm)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
     on_gpu = comm.device.type == "cuda"
@@ -217,7 +222,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                offloaded_step=_choose_step(client, reducer, comm, offload),
+                make_method=_choose_method(client, reducer, effective.config, comm, offload),
                 on_device=on_gpu,
             )
         scheduler = _make_scheduler(lr_scheduler, effective, client)
@@ -265,13 +270,12 @@ def build_engine(
         offload=offload,
         monitor=monitor,
         around=observe(engine, effective.config, monitor, disk_waits, explain, costs, overflow_hint),
+        schedule=None if pipeline is None else partial(PipelineSchedule, pipeline=pipeline),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
     if client is not None:
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
-    if pipeline is not None:
-        engine.start_pipeline(pipeline)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm, costs.limits)
@@ -349,14 +353,18 @@ def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: C
     )
 
 
-def _choose_step(
-    client: torch.optim.Optimizer, reducer: GradientReducer, comm: Comm, offload: Offload | None
-) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
+def _choose_method(
+    client: torch.optim.Optimizer,
+    reducer: GradientReducer,
+    config: Config,
+    comm: Comm,
+    offload: Offload | None,
+) -> Callable[[Sequence[Unit]], StepMethod] | None:
     """Return what makes the object that steps units otherwise than all at once on the device, if any."""
-    chosen = choose_step(client, reducer, comm)
+    chosen = choose_method(client, reducer, config, comm)
     if chosen is not None or offload is None:
         return chosen
-    return lambda units: BackgroundStep(units, comm, background=comm.device.type == "cuda")
+    return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
 
 
 def _make_offload(

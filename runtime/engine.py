@@ -8,31 +8,26 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from . import preemption
 from .averaging import Averaging
-from .comm.collectives import Comm
-from .config import Config, ConfigError, Effective
+from .config import Config, Effective
 from .data import EngineLoader
-from .errors import LossScaleFloorError, OptimizerError, ParameterError
-from .log import say, warn
-from .optim.in_backward import SteppingReducer
-from .optim.local_steps import refuse_local_steps
-from .optim.one_bit import ZeroOneAdam, ZeroOneAdamStep
-from .optim.registry import collective_step_of
-from .optim.step import ShardedOptimizer
+from .errors import LossScaleFloorError, ParameterError
+from .log import warn
+from .offload.states import StateMover
+from .optim.step import ShardedOptimizer, StepMethod
 from .precision import DeviceLossScaler, LossScaler, Precision, StepResult, cast_floats, floor_error
 from .precision import explained as explained_dtypes
 from .step_losses import StepLosses
 from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.placeholder import GRADIENTS, VALUES
-from .zero.reduce import GradientReducer
 from .zero.saved_tensors import explained
 from .zero.tensors import tensors_in
 
@@ -40,9 +35,7 @@ if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
 
 
-# -- loop -------------------------------------------------------------------------------------------
-#
-# Defines the training loop's three verbs over a sharded model: forward, backward and step.
+# -- engine -----------------------------------------------------------------------------------------
 
 
 class EngineHandles(Protocol):
@@ -76,8 +69,46 @@ class EngineHandles(Protocol):
         """Load what :meth:`state_dict` gave on this rank."""
 
 
-class TrainingLoop(nn.Module):
-    """Calls a sharded model, collects its gradients and steps its optimizer, scheduler and loss scale."""
+_engines: WeakSet[Engine] = WeakSet()
+
+
+def engine_of(parameter: Tensor) -> Engine | None:
+    """Return the live engine that trains a parameter."""
+    unit = placeholder.owner(parameter)
+    if unit is None:
+        return None
+    return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
+
+
+class Engine(nn.Module):
+    """Train a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
+
+    Attributes:
+
+    - ``module``: the model passed to ``initialize``, with its parameters in flat units.
+    - ``optimizer``: the optimizer passed to ``initialize`` or built from the config. Its ``param_groups``
+      have the model's parameters, and its methods call the engine.
+    - ``lr_scheduler``: stepped by :meth:`step`, or None.
+    - ``global_steps``, ``skipped_steps``, ``micro_steps``, ``global_samples``: counters.
+    - ``overflow``: whether the last step was skipped because gradients were not finite.
+    - ``monitor``: ``write_events([(name, value, step), ...])`` logs to the trackers of the config.
+    - ``should_stop``: whether the run should save and stop (SIGUSR1, preemption). Updated by each step, equal
+      on all ranks.
+    - ``client_state``: a function that returns the ``client_state`` for saves on a signal
+      (``checkpoint.on_signal``), or None.
+
+    On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or the gradient norm
+    synchronizes with the device; a training loop that reads none of them never waits. With fp16 the scheduler
+    steps at the next such read, or with the next optimizer step.
+    """
+
+    optimizer_class: type[Any] | None = None
+    """Names the base class for the optimizer, a subclass of ZeroOptimizer; None for ZeroOptimizer."""
+    trains_whole_steps = False
+    """Tells whether the script calls :meth:`train_batch` for each step, whatever the config says."""
+    client_state: Callable[[], Mapping[str, Any]] | None = None
+    checkpoints: Checkpointer
+    _destroyed = False
 
     def __init__(
         self,
@@ -103,6 +134,7 @@ class TrainingLoop(nn.Module):
         self._sharded = sharded
         self._reducer = sharded.reducer
         self._shard_step = shard_step
+        self._method = StepMethod() if shard_step is None else shard_step.method
         self._precision = precision
         self._scaler = scaler
         self._effective = effective
@@ -129,12 +161,53 @@ class TrainingLoop(nn.Module):
             world_size=comm.world_size,
             samples=comm.mesh.samples if comm.mesh.pipeline == 1 else 1,  # a pipeline's is a mean of all
         )
-        self.step_observers: list[Callable[[TrainingLoop], None]] = []
+        self.step_observers: list[Callable[[Engine], None]] = []
         """Are called after every optimizer step."""
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
         sharded.loss_scaling.micro_share = lambda: 1.0 / self.averaging.accumulation
+        self._schedule = WholeSteps(self)
         self._prepare_pass()
+
+    def attach(
+        self,
+        *,
+        checkpoints: Checkpointer,
+        states: StateMover,
+        offload: Any,
+        monitor: Any,
+        around: Callable[..., AbstractContextManager[None]],
+        schedule: Callable[[Engine], WholeSteps] | None,
+    ) -> None:
+        """Take the parts that the assembly has built for this engine; called once, before anything else.
+
+        ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
+        ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
+        ``"backward"`` and ``"step"``; ``schedule`` makes the object that trains whole steps, None for the
+        plain one.
+        """
+        self.checkpoints = checkpoints
+        self._states = states
+        self._offload = offload
+        self.monitor = monitor
+        self._around = around
+        if schedule is not None:
+            self._schedule = schedule(self)
+        if self._shard_step is not None:
+            self._method.connect(
+                self._shard_step, WeakMethod(self.gradient_divisor), WeakMethod(self.get_global_grad_norm)
+            )
+        self._sharded.before_forward = self._before_forward
+        self._sharded.engine = self
+        _engines.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
 
     # -- its parts
 
@@ -172,6 +245,21 @@ class TrainingLoop(nn.Module):
         """Return the ZeRO stage, 0 to 3."""
         return int(self._effective.config.zero_optimization.stage)
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the config as passed to ``initialize``."""
+        return self._effective.loaded.raw
+
+    @property
+    def effective_config(self) -> Config:
+        """Return the config with all defaults and "auto" values filled in."""
+        return self._effective.config
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the optimizer, an instance of its original class and of ZeroOptimizer."""
+        return self.torch_optimizer
+
     # -- batches
 
     def train_batch_size(self) -> int:
@@ -194,8 +282,10 @@ class TrainingLoop(nn.Module):
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
         """Change the three batch sizes between two optimizer steps. The loader must yield such batches.
 
-        Raises RuntimeError if the number of micro-batches would change in the middle of a step.
+        Raises RuntimeError if the number of micro-batches would change in the middle of a step,
+        OptimizerError for several micro-batches where the backward pass makes the step.
         """
+        self._method.check_accumulation(accumulation)
         # a backward pass without its step() is not counted yet
         begun = max(self.accumulated, self._reducer.passes)
         if begun and accumulation != self.gradient_accumulation_steps():
@@ -279,7 +369,7 @@ class TrainingLoop(nn.Module):
         mean = self._losses.mean
         return found if mean is None else {**found, "train_loss": mean}
 
-    def restore_counters(self, counters: Mapping[str, int]) -> None:
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
         """Set the counters to a checkpoint's numbers, at the beginning of an optimizer step."""
         self._iteration = None
         self.global_steps = counters["global_steps"]
@@ -288,40 +378,60 @@ class TrainingLoop(nn.Module):
         self.accumulated = 0
         self._skipped_steps = counters["skipped_steps"]
         self._result = None
+        self._method.restore_counters(counters)
 
     # -- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass."""
-        if self._precision.cast_inputs and self._precision.dtype is not None:
-            args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
-        if self._shard_step is not None:
-            self._shard_step.check()
-        try:
-            with self._precision.around_forward(self.device):
-                return self.module(*args, **kwargs)
-        except BaseException as error:
-            self._sharded.abandon_forward()
-            better = explained(error) or explained_dtypes(
-                error, self.module, tensors_in((args, kwargs)), self._precision.dtype
-            )
-            if better is not None:
-                raise better from error
-            raise
+        """Run the model's forward pass. Raises ParameterError where ranks have different layers."""
+        self._schedule.check_call("engine(...)")
+        self._states.check("a forward pass", VALUES)
+        self.checkpoints.check()
+        with self._around("forward", args, kwargs):
+            if self._precision.cast_inputs and self._precision.dtype is not None:
+                args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
+            if self._shard_step is not None:
+                self._shard_step.check()
+            try:
+                with self._precision.around_forward(self.device):
+                    return self.module(*args, **kwargs)
+            except BaseException as error:
+                self._sharded.abandon_forward()
+                better = explained(error) or explained_dtypes(
+                    error, self.module, tensors_in((args, kwargs)), self._precision.dtype
+                )
+                if better is not None:
+                    raise better from error
+                raise
+
+    def _before_forward(self) -> None:
+        """Run before each forward pass of the model, also of one that the script calls without the engine."""
+        self._method.before_forward()
+        self._states.check("a forward pass", VALUES)
+        self.handles.take_unfrozen()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate one micro-batch's loss; return it."""
-        if not loss.requires_grad:
-            raise RuntimeError("the loss does not depend on any trainable parameter")
-        self._prepare_pass()
-        scaled = self._scaled(loss, scale_wrt_gas)
-        passes = self._reducer.passes
-        try:
-            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        finally:
-            self._sharded.loss_scaling.loss_is_scaled = False
-        self._note_loss(loss, passes, is_share=not scale_wrt_gas)
-        return loss
+        """Back-propagate the loss of one micro-batch (mean over its samples) and return the loss.
+
+        Divides the loss by the number of micro-batches in a step first; pass ``scale_wrt_gas=False`` if the
+        script has divided it. :meth:`step` averages gradients over the ranks.
+        """
+        self._schedule.check_call("engine.backward()")
+        self._check_alive()
+        self._method.before_backward(retain_graph=retain_graph)
+        self._states.check("engine.backward()", VALUES, GRADIENTS)
+        with self._around("backward"):
+            if not loss.requires_grad:
+                raise RuntimeError("the loss does not depend on any trainable parameter")
+            self._prepare_pass()
+            scaled = self._scaled(loss, scale_wrt_gas)
+            passes = self._reducer.passes
+            try:
+                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            finally:
+                self._sharded.loss_scaling.loss_is_scaled = False
+            self._note_loss(loss, passes, is_share=not scale_wrt_gas)
+            return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the loss scale and divided by the number of micro-batches. The
@@ -357,8 +467,11 @@ class TrainingLoop(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next step is an accumulation boundary, instead of counting micro-batches. Raises
-        RuntimeError with ``managed_gradient_accumulation`` false.
+        RuntimeError with ``managed_gradient_accumulation`` false, OptimizerError for False where the backward
+        pass makes the step.
         """
+        if not is_boundary:
+            self._method.check_accumulation("several")
         if not self._is_managed:
             raise RuntimeError(
                 "managed_gradient_accumulation is false, so every engine.step() is a boundary: do not call "
@@ -398,15 +511,50 @@ class TrainingLoop(nn.Module):
     # -- step
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Apply the gradients at the accumulation boundary; else only count."""
-        self._lr_arguments = dict(lr_kwargs or {})
-        if self.is_gradient_accumulation_boundary():
-            self._optimizer_step()
-        else:
-            self._warn_of_own_count()
-            self.accumulated += 1
-        self.micro_steps += 1
-        self._prepare_pass()
+        """Update the parameters and step the scheduler at the accumulation boundary; else only count.
+
+        The update averages, unscales and clips the gradients. ``lr_kwargs`` go to the scheduler's step. With
+        ``checkpoint.on_signal``, the first step after SIGUSR1 saves and ends the process.
+
+        Raises:
+            CheckpointError: a background save failed.
+            LossScaleFloorError: fp16 gradients overflow at the minimum loss scale; names the parameters.
+        """
+        self._schedule.check_call("engine.step()")
+        self._method.before_step()
+        self._check_alive()
+        self._states.check("engine.step()")
+        self.checkpoints.check()
+        before = self._result
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary and self.global_steps:
+            self.checkpoints.prepare()
+        with self._around("step"):
+            self._lr_arguments = dict(lr_kwargs or {})
+            if is_boundary:
+                self._optimizer_step()
+            else:
+                self._warn_of_own_count()
+                self.accumulated += 1
+            self.micro_steps += 1
+            self._prepare_pass()
+        if is_boundary:
+            self._stop_if_asked(before)
+            self.checkpoints.after_step(self._prepare_save, self.client_state)
+
+    def _stop_if_asked(self, before: StepResult | None) -> None:
+        """Save and end the process if a signal has asked for that and ``checkpoint.on_signal`` is set. Where
+        a process has several engines, the first that steps does so, and saves only itself.
+
+        On a GPU the last step's result may still be on its way; then the one before it decides, which is
+        equal on all ranks, too.
+        """
+        if not self.effective_config.checkpoint.on_signal or self._result is None:
+            return
+        known = self._result if self._result.known else before
+        if known is not None and known.stop:
+            self._prepare_save()
+            self.checkpoints.save_and_exit(self.client_state)
 
     def _warn_of_own_count(self) -> None:
         """Warn once where several backward passes come before a step() that only counts: the script seems to
@@ -511,175 +659,33 @@ class TrainingLoop(nn.Module):
         scheduler.step(**self._lr_arguments)
         self._iteration = _iteration(scheduler)
 
+    # -- whole steps
 
-def _iteration(scheduler: Any) -> int | None:
-    """Return how often a scheduler of torch's or ours has stepped; None for one that counts otherwise."""
-    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
-    return count if isinstance(count, int) else None
+    def train_batch(
+        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
+        training_data; return the mean loss over all ranks and micro-batches. Collective.
 
+        One is a dict of the model's arguments (a Hugging Face model, whose output has the loss), or a pair of
+        inputs and labels, for which ``loss_fn(output, labels)`` computes the loss. With pipeline parallelism,
+        all ranks pass the same micro-batches.
 
-# -- engine -----------------------------------------------------------------------------------------
+        Raises StopIteration at the end of the data, ParameterError for a micro-batch or a model that does not
+        fit.
+        """
+        return self._schedule.train(data_iter, loss_fn)
 
-
-_engines: WeakSet[Engine] = WeakSet()
-
-
-def engine_of(parameter: Tensor) -> Engine | None:
-    """Return the live engine that trains a parameter."""
-    unit = placeholder.owner(parameter)
-    if unit is None:
-        return None
-    return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
-
-
-class MovableStates(Protocol):
-    """Moves states of an engine to host memory for a while, and brings them back."""
-
-    def check(self, what: str, *needed: str) -> None:
-        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) has been moved."""
-
-    def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None: ...
-    def reload(self, *, non_blocking: bool) -> None: ...
-    def close(self) -> None: ...
-
-
-class Engine(TrainingLoop):
-    """Train a model; built by :func:`zlaunch.initialize`. Unknown attributes are looked up on the model.
-
-    Attributes:
-
-    - ``module``: the model passed to ``initialize``, with its parameters in flat units.
-    - ``optimizer``: the optimizer passed to ``initialize`` or built from the config. Its ``param_groups``
-      have the model's parameters, and its methods call the engine.
-    - ``lr_scheduler``: stepped by :meth:`step`, or None.
-    - ``global_steps``, ``skipped_steps``, ``micro_steps``, ``global_samples``: counters.
-    - ``overflow``: whether the last step was skipped because gradients were not finite.
-    - ``monitor``: ``write_events([(name, value, step), ...])`` logs to the trackers of the config.
-    - ``should_stop``: whether the run should save and stop (SIGUSR1, preemption). Updated by each step, equal
-      on all ranks.
-    - ``client_state``: a function that returns the ``client_state`` for saves on a signal
-      (``checkpoint.on_signal``), or None.
-
-    On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or the gradient norm
-    synchronizes with the device; a training loop that reads none of them never waits. With fp16 the scheduler
-    steps at the next such read, or with the next optimizer step.
-    """
-
-    optimizer_class: type[Any] | None = None
-    """Names the base class for the optimizer, a subclass of ZeroOptimizer; None for ZeroOptimizer."""
-    client_state: Callable[[], Mapping[str, Any]] | None = None
-    checkpoints: Checkpointer
-    _destroyed = False
-
-    def attach(
+    def eval_batch(
         self,
-        *,
-        checkpoints: Checkpointer,
-        states: MovableStates,
-        offload: Any,
-        monitor: Any,
-        around: Callable[..., AbstractContextManager[None]],
-    ) -> None:
-        """Take the parts that the assembly has built for this engine; called once, before anything else.
-
-        ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
-        ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
-        ``"backward"`` and ``"step"``.
+        data_iter: Iterator[Any] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        num_micro_batches: int | None = None,
+    ) -> Tensor:
+        """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
+        Collective.
         """
-        self.checkpoints = checkpoints
-        self._states = states
-        self._offload = offload
-        self.monitor = monitor
-        self._around = around
-        self._sharded.before_forward = self._before_forward
-        self._sharded.engine = self
-        _engines.add(self)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
-
-    # -- its parts
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return the config as passed to ``initialize``."""
-        return self._effective.loaded.raw
-
-    @property
-    def effective_config(self) -> Config:
-        """Return the config with all defaults and "auto" values filled in."""
-        return self._effective.config
-
-    @property
-    def optimizer(self) -> Any:
-        """Return the optimizer, an instance of its original class and of ZeroOptimizer."""
-        return self.torch_optimizer
-
-    # -- the loop
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass."""
-        self._states.check("a forward pass", VALUES)
-        self.checkpoints.check()
-        with self._around("forward", args, kwargs):
-            return super().forward(*args, **kwargs)
-
-    def _before_forward(self) -> None:
-        self._states.check("a forward pass", VALUES)
-        self.handles.take_unfrozen()
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate the loss of one micro-batch (mean over its samples) and return the loss.
-
-        Divides the loss by the number of micro-batches in a step first; pass ``scale_wrt_gas=False`` if the
-        script has divided it. :meth:`step` averages gradients over the ranks.
-        """
-        self._check_alive()
-        self._states.check("engine.backward()", VALUES, GRADIENTS)
-        with self._around("backward"):
-            return super().backward(loss, retain_graph, scale_wrt_gas)
-
-    def step(self, lr_kwargs: Any = None) -> None:
-        """Update the parameters and step the scheduler at the accumulation boundary; else only count.
-
-        The update averages, unscales and clips the gradients. ``lr_kwargs`` go to the scheduler's step. With
-        ``checkpoint.on_signal``, the first step after SIGUSR1 saves and ends the process.
-
-        Raises:
-            CheckpointError: a background save failed.
-            LossScaleFloorError: fp16 gradients overflow at the minimum loss scale; names the parameters.
-        """
-        self._check_alive()
-        self._states.check("engine.step()")
-        self.checkpoints.check()
-        before = self._result
-        is_boundary = self.is_gradient_accumulation_boundary()
-        if is_boundary and self.global_steps:
-            self.checkpoints.prepare()
-        with self._around("step"):
-            super().step(lr_kwargs)
-        if is_boundary:
-            self._stop_if_asked(before)
-            self.checkpoints.after_step(self._prepare_save, self.client_state)
-
-    def _stop_if_asked(self, before: StepResult | None) -> None:
-        """Save and end the process if a signal has asked for that and ``checkpoint.on_signal`` is set. Where
-        a process has several engines, the first that steps does so, and saves only itself.
-
-        On a GPU the last step's result may still be on its way; then the one before it decides, which is
-        equal on all ranks, too.
-        """
-        if not self.effective_config.checkpoint.on_signal or self._result is None:
-            return
-        known = self._result if self._result.known else before
-        if known is not None and known.stop:
-            self._prepare_save()
-            self.checkpoints.save_and_exit(self.client_state)
+        return self._schedule.evaluate(data_iter, loss_fn, num_micro_batches)
 
     # -- checkpoints
 
@@ -711,12 +717,29 @@ class Engine(TrainingLoop):
         return True
 
     def _prepare_save(self) -> None:
+        self._method.before_save()
         self._check_alive()
         self._states.check("engine.save_checkpoint()")
         self._resolve_last_step()
         self.checkpoints.check()
         self.handles.check()
         self.handles.bring_writes()
+        self._agree("engine.save_checkpoint()")
+
+    def _agree(self, call: str, *, keeps_writes: bool = True) -> None:
+        """Give all ranks the same weights and moments for a ``call``, if their optimizer lets each make steps
+        of its own (0/1 Adam). Collective. Raises OptimizerError where ``keeps_writes`` and the script has
+        changed them meanwhile, OffloadedError where states are away.
+        """
+        if self._shard_step is None or not self._method.are_apart:
+            return
+        self._check_alive()
+        self._states.check(call)
+        self._resolve_last_step()
+        if keeps_writes:
+            self.handles.check()
+            self.handles.bring_writes()
+        self._shard_step.agree(keeps_writes=keeps_writes)
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a background save to end. Collective. Raises its error, such as CheckpointError."""
@@ -754,19 +777,27 @@ class Engine(TrainingLoop):
         Raises CheckpointError on every rank if the folder does not exist, or the checkpoint is damaged,
         incomplete or of another model.
         """
-        self._check_alive()
-        self._states.check("engine.load_checkpoint()")
-        self.handles.take_unfrozen()
-        self._resolve_last_step()
-        return self.checkpoints.load(
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_schedule=load_lr_scheduler_states and not load_module_only,
-            with_run=not load_module_only,
-            missing_ok=missing_ok,
-        )
+        self._schedule.restart_data()
+        self._agree("engine.load_checkpoint()", keeps_writes=False)  # what the checkpoint lacks is kept
+        self._method.begin_load()
+        path = None
+        try:
+            self._check_alive()
+            self._states.check("engine.load_checkpoint()")
+            self.handles.take_unfrozen()
+            self._resolve_last_step()
+            path, client_state = self.checkpoints.load(
+                load_dir,
+                tag,
+                strict=load_module_strict,
+                with_optimizer=load_optimizer_states and not load_module_only,
+                with_schedule=load_lr_scheduler_states and not load_module_only,
+                with_run=not load_module_only,
+                missing_ok=missing_ok,
+            )
+        finally:
+            self._method.end_load(has_loaded=path is not None)
+        return path, client_state
 
     def save_16bit_model(
         self,
@@ -779,6 +810,8 @@ class Engine(TrainingLoop):
         The file loads with plain torch, or with safetensors if the name ends in ``.safetensors``. Raises
         OSError on every rank if writing fails.
         """
+        self._method.before_save()
+        self._agree("engine.save_16bit_model()")
         self._check_alive()
         self._states.check("engine.save_16bit_model()", VALUES)
         self.handles.check()
@@ -838,6 +871,14 @@ class Engine(TrainingLoop):
         """
         if self._destroyed:
             return
+        try:
+            # where an exception is ending the run, the others may not be there: ranks keep what they have
+            if sys.exc_info()[0] is None:
+                self._agree("engine.destroy()", keeps_writes=False)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self._destroyed = True
         self._sharded.engine = None
         with ExitStack() as stack:  # every part is closed, whatever fails
@@ -854,219 +895,10 @@ class Engine(TrainingLoop):
             stack.callback(self._states.reload, non_blocking=False)
 
 
-# -- local engine -----------------------------------------------------------------------------------
-#
-# Defines an engine whose ranks have weights of their own between two exchanges of their optimizer.
-
-
-E = TypeVar("E", bound=Engine)
-
-
-class LocalStepsEngine(Engine):
-    """Is an engine whose ranks agree on their weights before any is saved."""
-
-    def agree(self, call: str, *, keeps_writes: bool = True) -> None:
-        """Give all ranks the same weights and moments, as an exchange of the optimizer does, for a ``call``.
-        Collective. Raises OptimizerError where ``keeps_writes`` and the script has changed them meanwhile,
-        OffloadedError where states are away.
-        """
-        step = self._shard_step
-        assert step is not None and isinstance(step.stepper, ZeroOneAdamStep)
-        if not step.stepper.are_apart:
-            return
-        self._check_alive()
-        self._states.check(call)
-        self._resolve_last_step()
-        if keeps_writes:
-            self.handles.check()
-            self.handles.bring_writes()
-        step.agree_on_state()
-        step.take_hyperparameters()
-        groups = step.optimizer.param_groups
-        state = step.optimizer.state
-        step.stepper.agree(groups, step.slices, state, keeps_writes=keeps_writes)
-
-    def _prepare_save(self) -> None:
-        super()._prepare_save()
-        self.agree("engine.save_checkpoint()")
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        """Write the whole model's weights, on which the ranks have agreed."""
-        self.agree("engine.save_16bit_model()")
-        return super().save_16bit_model(*args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint; what it does not have is what the ranks have agreed on before."""
-        self.agree("engine.load_checkpoint()", keeps_writes=False)
-        return super().load_checkpoint(*args, **kwargs)
-
-    def destroy(self) -> None:
-        """Do as other engines, after the ranks have agreed. Where an exception is ending the run, the others
-        may not be there: the ranks keep what they have.
-        """
-        try:
-            if not self._destroyed and sys.exc_info()[0] is None:
-                self.agree("engine.destroy()", keeps_writes=False)
-        finally:
-            super().destroy()
-
-
-def choose_local_steps(
-    kind: type[E], optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm
-) -> type[E]:
-    """Return the class of an engine whose optimizer makes steps that no other rank knows of, if it does.
-
-    Raises OptimizerError where a rank does not have whole weights and states of its own.
-    """
-    if not isinstance(optimizer, ZeroOneAdam):
-        return kind
-    stage = int(effective.config.zero_optimization.stage)
-    reasons = {
-        f"zero_optimization.stage is {stage}": stage > 0,
-        "sequence parallelism is on": comm.mesh.sequence > 1,
-    }
-    most = max(group["local_step_clipper"] for group in optimizer.param_groups)
-    refuse_local_steps(most, reasons)
-    if stage > 0:
-        return kind
-    return type(f"LocalSteps{kind.__name__}", (LocalStepsEngine, kind), {})
-
-
-# -- engine -----------------------------------------------------------------------------------------
-#
-# Defines what an engine does whose optimizer steps inside the backward pass.
-
-
-_KEY = "zero_optimization.step_in_backward"
-
-
-class SteppingEngine(Engine):
-    """Is an engine whose backward pass steps each unit; :meth:`step` ends the step."""
-
-    _restored_norm: float | None = None
-
-    def attach(self, **parts: Any) -> None:
-        """Take the engine's parts, and tell the step whose it is."""
-        super().attach(**parts)
-        assert isinstance(self._reducer, SteppingReducer) and self._shard_step is not None
-        self._stepping = self._reducer.step
-        config = self._effective.config
-        by_value = config.zero_optimization.step_in_backward_clipping == "value"
-        self._stepping.connect(self, self._shard_step, float(config.gradient_clipping), by_value)
-
-    @property
-    def previous_norm(self) -> float | None:
-        """Return the norm of the last step's gradient, or of the checkpoint's; None before the first step."""
-        norm = self.get_global_grad_norm()
-        return self._restored_norm if norm is None else norm
-
-    def _before_forward(self) -> None:
-        self._stepping.check()
-        super()._before_forward()
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate the loss and step each unit. Raises OptimizerError for ``retain_graph``."""
-        if retain_graph:
-            raise OptimizerError(
-                f"{_KEY} does not support backward(retain_graph=True): the backward pass updates parameters "
-                "that the graph still needs"
-            )
-        return super().backward(loss, False, scale_wrt_gas)
-
-    def set_batch(self, train: int, micro: int, accumulation: int) -> None:
-        """Change the batch sizes. Raises OptimizerError for more than one micro-batch in a step."""
-        if accumulation != 1:
-            raise _accumulates(accumulation)
-        super().set_batch(train, micro, accumulation)
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Take note that each step is a boundary. Raises OptimizerError for False."""
-        if not is_boundary:
-            raise _accumulates("several")
-        super().set_gradient_accumulation_boundary(is_boundary)
-
-    def step(self, lr_kwargs: Any = None) -> None:
-        """End the step. Raises OptimizerError if the backward pass has ended half-way."""
-        if not self._stepping.has_gradients:
-            self._stepping.check_unchanged()
-        super().step(lr_kwargs)
-
-    def _prepare_save(self) -> None:
-        self._stepping.check()
-        super()._prepare_save()
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        """Write the whole model's weights. Raises OptimizerError between backward pass and step."""
-        self._stepping.check()
-        return super().save_16bit_model(*args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint, also after a step that ended half-way."""
-        was_changed = self._stepping.is_changed
-        self._stepping.is_changed = False
-        path = None
-        try:
-            path, state = super().load_checkpoint(*args, **kwargs)
-        finally:
-            if path is None:
-                self._stepping.is_changed = was_changed
-        return path, state
-
-    def restore_counters(self, counters: Mapping[str, Any]) -> None:
-        """Set the counters to a checkpoint's numbers, and the norm that the next step is clipped by."""
-        super().restore_counters(counters)
-        self._restored_norm = counters.get("previous_norm")
-
-
-def _accumulates(steps: object) -> OptimizerError:
-    return OptimizerError(
-        f"{_KEY} does not support {steps} micro-batches per step: each backward pass is a step. Use a "
-        "larger micro-batch or remove the key"
-    )
-
-
-def choose_backward_step(
-    kind: type[E], optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm, *, whole: bool
-) -> tuple[type[E], type[GradientReducer]]:
-    """Return the classes of an engine and its reducer that step in the backward pass, where the config asks
-    for it and there is an ``optimizer``. ``whole``: that gets whole tensors.
-
-    Raises ConfigError where a step has several micro-batches, OptimizerError for an optimizer that has to see
-    more than one unit's gradient.
-    """
-    config = effective.config
-    if not config.zero_optimization.step_in_backward or optimizer is None:
-        return kind, GradientReducer
-    if config.gradient_accumulation_steps != 1:
-        raise ConfigError(
-            [
-                f"{effective.loaded.origin}: {_KEY}: gradient_accumulation_steps is "
-                f"{config.gradient_accumulation_steps}, but each backward pass is a step: set it to 1"
-            ]
-        )
-    if whole or collective_step_of(optimizer) is not None:
-        raise OptimizerError(
-            f"{_KEY} does not support optimizer {type(optimizer).__name__}, which needs whole parameters or "
-            "other ranks' data: remove the key, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
-        )
-    if comm.rank == 0:
-        say(
-            "step_in_backward: the optimizer steps each unit inside the backward pass; "
-            f"{_clipping(effective)}"
-        )
-    return type(f"Stepping{kind.__name__}", (SteppingEngine, kind), {}), SteppingReducer
-
-
-def _clipping(effective: Effective) -> str:
-    clip = float(effective.config.gradient_clipping)
-    if not clip:
-        return "gradients are not clipped"
-    if effective.config.zero_optimization.step_in_backward_clipping == "value":
-        return f"each element of a gradient is clipped to {clip:g}"
-    return (
-        f"gradients are clipped to {clip:g} by the previous step's norm, in the first step by each unit's "
-        "norm"
-    )
+def _iteration(scheduler: Any) -> int | None:
+    """Return how often a scheduler of torch's or ours has stepped; None for one that counts otherwise."""
+    count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
+    return count if isinstance(count, int) else None
 
 
 # -- whole steps ------------------------------------------------------------------------------------
@@ -1091,31 +923,27 @@ def loss_in(output: Any) -> Tensor:
     return found
 
 
-Kind = TypeVar("Kind")
 NO_DATA = "engine.train_batch() needs data_iter, or training_data in initialize"
 
 
-def with_whole_steps(kind: type[Kind]) -> type[Kind]:
-    """Return the engine class that has whole steps as well."""
-    return kind if hasattr(kind, "train_batch") else type(f"Whole{kind.__name__}", (WholeSteps, kind), {})
-
-
 class WholeSteps:
-    """Is an engine whose ranks have all layers: it trains and evaluates whole steps as a pipeline does."""
+    """Trains and evaluates whole steps of an engine whose ranks have all layers, as a pipeline does."""
 
-    _own_data: Iterator[Any] | None = None
-    _loss_fn: Callable[..., Tensor] | None = None
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._own_data: Iterator[Any] | None = None
+        self._loss_fn: Callable[..., Tensor] | None = None
 
-    def train_batch(
-        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
-    ) -> Tensor:
-        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
-        training_data; return the mean loss over all ranks and micro-batches. Collective.
+    def check_call(self, what: str) -> None:
+        """Raise ParameterError if the script cannot make a pass or a step by itself."""
 
-        One is a dict of the model's arguments, or a pair of inputs and labels, for which ``loss_fn(output,
-        labels)`` computes the loss. Raises StopIteration at the end of the data.
-        """
-        engine: Any = self
+    def restart_data(self) -> None:
+        """Take the training_data anew: it resumes behind the last batch of a checkpoint."""
+        self._own_data = None
+
+    def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+        """Train a step; see :meth:`Engine.train_batch`."""
+        engine = self._engine
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         engine.module.train()
         losses: list[Tensor] = []
@@ -1127,19 +955,13 @@ class WholeSteps:
         engine.last_loss = mean = self._mean_of(losses)
         return mean
 
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any] | None = None,
-        loss_fn: Callable[..., Tensor] | None = None,
-        num_micro_batches: int | None = None,
+    def evaluate(
+        self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None, count: int | None
     ) -> Tensor:
-        """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
-        Collective.
-        """
-        engine: Any = self
+        """Return a mean loss; see :meth:`Engine.eval_batch`."""
+        engine = self._engine
         engine._check_alive()
-        count = num_micro_batches or engine.gradient_accumulation_steps()
-        micro_batches = self._take(data_iter, loss_fn, count)
+        micro_batches = self._take(data_iter, loss_fn, count or engine.gradient_accumulation_steps())
         was_training = engine.module.training
         engine.module.eval()
         try:
@@ -1151,15 +973,10 @@ class WholeSteps:
     def _evaluate(self, micro_batches: list[Any]) -> Tensor:
         return self._mean_of([self._loss_of_one(each) for each in micro_batches])
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as the engine that this is mixed into; ``train_batch()`` goes on behind the last batch."""
-        self._own_data = None
-        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]  # of the engine
-
     def _take(self, data_iter: Any, loss_fn: Callable[..., Tensor] | None, count: int) -> list[Any]:
-        engine: Any = self
+        engine = self._engine
         chosen = loss_fn or self._loss_fn or getattr(engine.module, "loss_fn", None)
-        self.__dict__["_loss_fn"] = chosen  # a module is no part of the engine
+        self._loss_fn = chosen
         found = self._next_ones(data_iter, count)
         if len(found) < count:
             raise StopIteration(f"data_iter ended after {len(found)} of {count} micro-batches")
@@ -1169,7 +986,7 @@ class WholeSteps:
         """Return the next micro-batches of an iterator or the training_data, fewer at the end. Raises
         ParameterError where there are none, and for what would begin anew in each step.
         """
-        engine: Any = self
+        engine = self._engine
         if data_iter is None:
             if engine.training_dataloader is None:
                 raise ParameterError(NO_DATA)
@@ -1183,7 +1000,7 @@ class WholeSteps:
         return list(islice(data_iter, count))
 
     def _loss_of_one(self, micro_batch: Any) -> Tensor:
-        engine: Any = self
+        engine = self._engine
         labels = None
         if isinstance(micro_batch, Mapping):
             given = {name: to_device(value, engine.device) for name, value in micro_batch.items()}
@@ -1203,7 +1020,7 @@ class WholeSteps:
         return self._loss_fn(output) if labels is None else self._loss_fn(output, labels)
 
     def _mean_of(self, losses: list[Tensor]) -> Tensor:
-        engine: Any = self
+        engine = self._engine
         comm = engine._sharded.comm
         own = torch.stack(losses).mean()
         total: Tensor = own.double()

@@ -50,8 +50,8 @@ _BASE_RATE = "initial_lr"
 _ARRAY_TASK = "array_task"
 """The key of ``written_by`` with the task of a SLURM job array that has saved."""
 _FALLBACK_FOLDER = "checkpoints"
-_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "previous_norm")
-"""Names what an engine counts; not each has the last."""
+_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+"""Names what an engine counts."""
 
 
 class TrainState(Protocol):
@@ -211,7 +211,9 @@ class Checkpointer:
 
     def _counters(self) -> dict[str, Any]:
         """Return the engine's counters without the micro-batches whose gradients are not saved."""
-        found = {name: getattr(self._run, name) for name in _COUNTERS if hasattr(self._run, name)}
+        found = {name: getattr(self._run, name) for name in _COUNTERS}
+        if self._shard_step is not None:
+            found |= self._shard_step.method.counters()
         return {**found, "micro_steps": self._run.micro_steps - self._run.accumulated}
 
     def _facts(self) -> dict[str, Any]:

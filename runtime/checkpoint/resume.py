@@ -9,7 +9,7 @@ from pathlib import Path
 from ..environment import Environment, read_environment
 from ..log import warn
 from .format.tensor_file import CheckpointError
-from .trainer_checkpoints import is_checkpoint, is_output_dir, newest_complete, problem_of
+from .trainer_checkpoints import is_output_dir, is_trainer_checkpoint, newest_complete, problem_of
 
 
 def resume_dir(default: str | None = None) -> str | None:
@@ -29,9 +29,9 @@ def resume_dir(default: str | None = None) -> str | None:
     environment = read_environment()
     saved = None if environment.resume_dir is None else Path(environment.resume_dir).expanduser()
     given = None if default is None else Path(default).expanduser()
-    if saved is not None and (is_checkpoint(saved) or is_output_dir(saved)):
+    if saved is not None and (is_trainer_checkpoint(saved) or is_output_dir(saved)):
         return _newest_of_trainer(saved, environment)
-    if given is not None and is_checkpoint(given):
+    if given is not None and is_trainer_checkpoint(given):
         return _complete(given, environment)
     if given is not None and is_output_dir(given):
         return _newest_of_trainer(given, environment)

@@ -14,6 +14,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..device import named
 from ..optim.slices import ShardSlice
+from ..optim.step import StepMethod
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import Range
 from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
@@ -129,7 +130,7 @@ def _keep_on_disk(part: ShardSlice, tile: TileView, leaf: Tensor, after: dict[st
 # -- background step --------------------------------------------------------------------------------
 
 
-class BackgroundStep:
+class BackgroundStep(StepMethod):
     """Steps the units whose state is in host memory or on disk.
 
     With ``background``, :meth:`start` returns at once: a thread goes through the units in order while the
@@ -137,6 +138,8 @@ class BackgroundStep:
     parameters have to be gathered from the ranks that updated them (stages 1 and 2, several ranks): a gather
     that starts when a rank first touches a parameter could meet another collective of that rank.
     """
+
+    steps_on_device = False
 
     def __init__(self, units: Sequence[Unit], comm: Comm, background: bool) -> None:
         """Prepare to step ``units``, which may be replaced. ``background``: return before the step ends."""
@@ -153,15 +156,6 @@ class BackgroundStep:
     @property
     def _units(self) -> list[Unit]:
         return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
-
-    by_parameter = False
-
-    def forget(self) -> None:
-        """Do nothing: all state is the optimizer's."""
-
-    def own_squares(self) -> list[Tensor]:
-        """Return nothing: the stores' gradients make the norm."""
-        return []
 
     def takes(self, unit: Unit) -> bool:
         """Tell whether ``unit`` is off the device."""

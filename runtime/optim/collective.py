@@ -19,6 +19,7 @@ from ..zero.layout import Range
 from ..zero.store import Access, OpenTile, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
 from .slices import ShardSlice
+from .step import StepMethod
 from .update_rule import State, UpdateRule
 
 # -- parts ------------------------------------------------------------------------------------------
@@ -181,11 +182,12 @@ def gradients(parts: Sequence[ParameterPart], tile: TileView, divisor: float) ->
 # -- step -------------------------------------------------------------------------------------------
 
 
-class CollectiveStep(ABC):
-    """Steps all units, on the device and off it, before it returns. It is an OffloadedStep that takes every
-    unit; each of its slices belongs to one parameter.
+class CollectiveStep(StepMethod, ABC):
+    """Steps all units, on the device and off it, before it returns; each of its slices belongs to one
+    parameter.
     """
 
+    steps_on_device = False
     by_parameter = True
 
     def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
@@ -206,20 +208,9 @@ class CollectiveStep(ABC):
         """Count the tensors that it keeps for each element of a param group."""
         return 2
 
-    def forget(self) -> None:
-        """Forget what belongs to a state that has been replaced."""
-
-    def own_squares(self) -> list[Tensor]:
-        """Return the sums of squares that make the norm, where the tiles' gradients do not."""
-        return []
-
     def takes(self, unit: Unit) -> bool:
         """Tell whether this object steps a unit: it does."""
         return True
-
-    def brings(self, unit: Unit) -> bool:
-        """Tell whether new values come without a refresh: they do not."""
-        return False
 
     def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Raise what keeps the step from being begun: nothing has changed then, and others may follow.
@@ -263,9 +254,6 @@ class CollectiveStep(ABC):
         """Raise what ended a step half-way."""
         if self._error is not None:
             raise self._error
-
-    def finish(self) -> None:
-        """Do nothing: what ended a step has been raised by it."""
 
     def wait(self) -> None:
         """Raise what ended a step half-way."""

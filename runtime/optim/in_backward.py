@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from ..zero.reduce import Bucket, BucketState, GradientReducer
 from ..zero.store import Access, DeviceStore, open_all
 from ..zero.unit import Unit, Writes
 from .slices import ShardSlice
-from .step import ShardedOptimizer
+from .step import ShardedOptimizer, StepMethod
 from .update_rule import SliceUpdate, UpdateRule
 
 # -- writes -----------------------------------------------------------------------------------------
@@ -115,19 +116,16 @@ _HALF = (
 )
 
 
-class Trainer(Protocol):
-    """Knows what gradients are divided and clipped by."""
-
-    @property
-    def previous_norm(self) -> float | None:
-        """Return the norm of the last step's gradient; None before the first step."""
-
-    def gradient_divisor(self) -> float | Tensor:
-        """Return the divisor of the summed gradients."""
+def accumulates(steps: object) -> OptimizerError:
+    """Return the error for a step of so many micro-batches."""
+    return OptimizerError(
+        f"zero_optimization.step_in_backward does not support {steps} micro-batches per step: each backward "
+        "pass is a step. Use a larger micro-batch or remove the key"
+    )
 
 
-class BackwardStep:
-    """Steps units when their gradients arrive; an OffloadedStep that takes every unit.
+class BackwardStep(StepMethod):
+    """Steps units when their gradients arrive.
 
     Attributes
         is_changed: a unit is about to be stepped, or has been, and ``engine.step()`` has not ended yet.
@@ -136,12 +134,16 @@ class BackwardStep:
             ranks add up a number.
     """
 
-    by_parameter = False
+    steps_on_device = False
 
-    def __init__(self, units: Sequence[Unit], comm: Comm) -> None:
-        """Prepare to step ``units``, which may be replaced."""
+    def __init__(self, units: Sequence[Unit], comm: Comm, clip: float, *, by_value: bool) -> None:
+        """Prepare to step ``units``, which may be replaced. ``clip``: the largest norm, or with ``by_value``
+        the largest absolute value, of a gradient; 0 for any.
+        """
         self.units = units
         self.comm = comm
+        self._clip = clip
+        self._by_value = by_value
         self.is_changed = self.has_gradients = self.clips_units = False
         self._in_step = False
         self._squares: list[Tensor] = []
@@ -153,15 +155,26 @@ class BackwardStep:
         self._taken: list[dict[str, Any]] = []
         """Keeps the hyper-parameters of this pass."""
 
-    def connect(self, trainer: Trainer, optimizer: ShardedOptimizer, clip: float, by_value: bool) -> None:
-        """Set whose optimizer steps, and the largest norm, or with ``by_value`` the largest absolute value,
-        of a gradient; 0 for any.
-        """
-        self._trainer = weakref.ref(trainer)
+        self._was_changed = False
+        self._restored_norm: float | None = None
+
+    def connect(
+        self,
+        optimizer: ShardedOptimizer,
+        divisor: WeakMethod[Callable[[], float | Tensor]],
+        norm: WeakMethod[Callable[[], float | None]],
+    ) -> None:
         self._optimizer = optimizer
-        self._clip = clip
-        self._by_value = by_value
+        self._divisor_now = divisor
+        self._norm = norm
         self._rule = UpdateRule(optimizer.optimizer)
+
+    @property
+    def previous_norm(self) -> float | None:
+        """Return the norm of the last step's gradient, or of the checkpoint's; None before the first step."""
+        last = self._norm()
+        norm = None if last is None else last()
+        return self._restored_norm if norm is None else norm
 
     # -- a backward pass
 
@@ -171,10 +184,10 @@ class BackwardStep:
             if not unit.shard_params:
                 unit.wait_unsharded()
                 unit.writes.bring()
-        trainer = self._trainer()
-        assert trainer is not None
-        self._divisor = float(trainer.gradient_divisor())
-        norm = trainer.previous_norm
+        divisor = self._divisor_now()
+        assert divisor is not None
+        self._divisor = float(divisor())
+        norm = self.previous_norm
         coefficient = 1.0
         by_norm = self._clip > 0 and not self._by_value
         self.clips_units = by_norm and norm is None
@@ -298,13 +311,6 @@ class BackwardStep:
         """Tell whether this object steps a unit: it does."""
         return True
 
-    def brings(self, unit: Unit) -> bool:
-        """Tell whether new values come without a refresh: they do not."""
-        return False
-
-    def forget(self) -> None:
-        """Do nothing: all state is the optimizer's."""
-
     def own_squares(self) -> list[Tensor]:
         """Return the sums of squares of this pass's gradients before they were clipped."""
         self._in_step = True
@@ -333,11 +339,43 @@ class BackwardStep:
         if not placeholder.in_backward():
             self.check_unchanged()
 
-    def finish(self) -> None:
-        """Do nothing: what ended a step has been raised by it."""
+    # -- the engine's calls
 
-    def wait(self) -> None:
-        """Do nothing: what was begun has been ended."""
+    def check_accumulation(self, steps: object) -> None:
+        if steps != 1:
+            raise accumulates(steps)
+
+    def before_forward(self) -> None:
+        self.check()
+
+    def before_backward(self, *, retain_graph: bool) -> None:
+        if retain_graph:
+            raise OptimizerError(
+                "zero_optimization.step_in_backward does not support backward(retain_graph=True): the "
+                "backward pass updates parameters that the graph still needs"
+            )
+
+    def before_step(self) -> None:
+        if not self.has_gradients:
+            self.check_unchanged()
+
+    def before_save(self) -> None:
+        self.check()
+
+    def begin_load(self) -> None:
+        self._was_changed = self.is_changed
+        self.is_changed = False
+
+    def end_load(self, *, has_loaded: bool) -> None:
+        if not has_loaded:
+            self.is_changed = self._was_changed
+
+    def counters(self) -> dict[str, Any]:
+        return {"previous_norm": self.previous_norm}
+
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take the norm that the next step is clipped by."""
+        self._restored_norm = counters.get("previous_norm")
 
 
 class _NotInThisPass(Pending):
@@ -371,9 +409,9 @@ class SteppingReducer(GradientReducer):
 
     step: BackwardStep
 
-    def make_step(self, units: Sequence[Unit]) -> BackwardStep:
-        """Return the object that steps ``units``, which may be replaced."""
-        self.step = BackwardStep(units, self.comm)
+    def make_step(self, units: Sequence[Unit], clip: float, *, by_value: bool) -> BackwardStep:
+        """Return the object that steps ``units``; see :class:`BackwardStep`."""
+        self.step = BackwardStep(units, self.comm, clip, by_value=by_value)
         return self.step
 
     def begin(self) -> None:

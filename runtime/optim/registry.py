@@ -16,16 +16,17 @@ from ...cuda_ops.signs import BLOCK
 from ...cuda_ops.step import needs_kernel
 from ..comm.collectives import Comm
 from ..comm.link import ALIGN_NUMEL
-from ..config import Config
+from ..config import Config, ConfigError, Effective
 from ..environment import read_environment
 from ..errors import OptimizerError
-from ..log import detail, warn
+from ..log import detail, say, warn
 from ..zero.reduce import GradientReducer
 from ..zero.unit import Unit
 from .collective import CollectiveStep
 from .in_backward import SteppingReducer
 from .lamb import Lamb, LambStep
 from .lion import Lion
+from .local_steps import refuse_local_steps
 from .muon import Muon, MuonStep, split_for_muon
 from .one_bit import (
     OneBitAdam,
@@ -38,7 +39,7 @@ from .one_bit import (
     agree_on_phase,
 )
 from .schedules import SCHEDULES
-from .step import OffloadedStep
+from .step import StepMethod
 from .uncorrected_adam import UncorrectedAdam
 
 # -- optimizers -------------------------------------------------------------------------------------
@@ -81,6 +82,7 @@ _OF_BACKENDS = (
     "comm_backend_name",
 )
 """Names what DeepSpeed's 1-bit optimizers take besides; config/optimizers.py says which values are right."""
+_KEY = "zero_optimization.step_in_backward"
 _UNCORRECTED = {"onebitadam", "onebitlamb", "zerooneadam"}
 
 
@@ -228,14 +230,71 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
         )
 
 
-def choose_step(
-    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, comm: Comm
-) -> Callable[[Sequence[Unit]], OffloadedStep] | None:
+def choose_reducer(
+    optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm, *, whole: bool
+) -> type[GradientReducer]:
+    """Return the class of the reducer: one that steps units in the backward pass, where the config asks for
+    that and there is an ``optimizer``. ``whole``: that gets whole tensors.
+
+    Raises ConfigError where a step has several micro-batches, OptimizerError for an optimizer that has to see
+    more than one unit's gradient.
+    """
+    config = effective.config
+    if not config.zero_optimization.step_in_backward or optimizer is None:
+        return GradientReducer
+    if config.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            [
+                f"{effective.loaded.origin}: {_KEY}: gradient_accumulation_steps is "
+                f"{config.gradient_accumulation_steps}, but each backward pass is a step: set it to 1"
+            ]
+        )
+    if whole or collective_step_of(optimizer) is not None:
+        raise OptimizerError(
+            f"{_KEY} does not support optimizer {type(optimizer).__name__}, which needs whole parameters or "
+            "other ranks' data: remove the key, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
+        )
+    if comm.rank == 0:
+        say(f"step_in_backward: the optimizer steps each unit inside the backward pass; {_clipping(config)}")
+    return SteppingReducer
+
+
+def _clipping(config: Config) -> str:
+    clip = float(config.gradient_clipping)
+    if not clip:
+        return "gradients are not clipped"
+    if config.zero_optimization.step_in_backward_clipping == "value":
+        return f"each element of a gradient is clipped to {clip:g}"
+    return (
+        f"gradients are clipped to {clip:g} by the previous step's norm, in the first step by each unit's "
+        "norm"
+    )
+
+
+def check_local_steps(optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> None:
+    """Raise OptimizerError where an optimizer makes steps that no other rank knows of, and a rank does not
+    have whole weights and states of its own.
+    """
+    if not isinstance(optimizer, ZeroOneAdam):
+        return
+    stage = int(config.zero_optimization.stage)
+    reasons = {
+        f"zero_optimization.stage is {stage}": stage > 0,
+        "sequence parallelism is on": comm.mesh.sequence > 1,
+    }
+    most = max(group["local_step_clipper"] for group in optimizer.param_groups)
+    refuse_local_steps(most, reasons)
+
+
+def choose_method(
+    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, config: Config, comm: Comm
+) -> Callable[[Sequence[Unit]], StepMethod] | None:
     """Return what makes the object that an optimizer, or a step in the backward pass, steps units with; None
     if they can be stepped all at once.
     """
     if isinstance(reducer, SteppingReducer):
-        return reducer.make_step
+        by_value = config.zero_optimization.step_in_backward_clipping == "value"
+        return partial(reducer.make_step, clip=float(config.gradient_clipping), by_value=by_value)
     kind = collective_step_of(optimizer)
     return None if kind is None else (lambda units: kind(units, comm))
 

@@ -9,7 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from ..zero.reduce import GradientReducer
 from ..zero.store import Access, DeviceStore, open_tiles, squares_of
 from ..zero.unit import Unit
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
-from .update_rule import SliceUpdate, UpdateRule
+from .update_rule import SliceUpdate, State, UpdateRule
 
 # -- inner optimizer --------------------------------------------------------------------------------
 #
@@ -211,23 +212,36 @@ def _fill_on_disk(part: ShardSlice, entries: Known) -> None:
                     region[part.span(view)].fill_(float(entries[key]))
 
 
-# -- sharded optimizer ------------------------------------------------------------------------------
+# -- step method -----------------------------------------------------------------------------------
+#
+# Says what a way to step units has to do, and what the engine asks of it.
 
 
-class OffloadedStep(Protocol):
-    """Steps units in another way than all that are on the device at once: in the background, or together."""
+class StepMethod:
+    """Steps the units that :class:`ShardedOptimizer` does not step itself; this class takes none of them.
 
-    by_parameter: bool
+    Subclasses step units off the device, units whose optimizer needs whole parameters, and units inside the
+    backward pass. The engine calls the methods of the last section before it does what their names say, so
+    that a method can refuse it, or bring the ranks together first.
+    """
+
+    steps_on_device = True
+    """Tells whether every unit is stepped on the device, all at once."""
+    by_parameter = False
     """Tells whether it wants slices of one parameter each."""
+
+    # -- a step
 
     def takes(self, unit: Unit) -> bool:
         """Tell whether it steps ``unit``."""
+        return False
 
     def forget(self) -> None:
         """Forget what belongs to a state that has been replaced. All ranks do, in the same step."""
 
     def own_squares(self) -> list[Tensor]:
         """Return sums of squares that make the norm in place of the stores' gradients, if any do."""
+        return []
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once.
@@ -235,9 +249,11 @@ class OffloadedStep(Protocol):
         ``used``: for each parameter of each unit, in order, whether some rank had a gradient for it; equal on
         all ranks, unlike ``slices``.
         """
+        rule.end()
 
     def brings(self, unit: Unit) -> bool:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
+        return False
 
     def check(self) -> None:
         """Raise what ended a step early."""
@@ -247,6 +263,68 @@ class OffloadedStep(Protocol):
 
     def wait(self) -> None:
         """Wait until the step has ended, uploads included. Raises what ended it early."""
+
+    # -- ranks with weights of their own
+
+    @property
+    def are_apart(self) -> bool:
+        """Tell whether ranks have weights of their own, as between two exchanges of 0/1 Adam."""
+        return False
+
+    def agree(
+        self,
+        groups: Sequence[dict[str, Any]],
+        slices: Sequence[ShardSlice],
+        state: State,
+        *,
+        keeps_writes: bool,
+    ) -> None:
+        """Give ranks that :attr:`are_apart` the same weights and moments. Collective, between two steps.
+        Raises OptimizerError where ``keeps_writes`` and the script has changed what ranks have of their own.
+        """
+
+    # -- the engine's calls
+
+    def connect(
+        self,
+        optimizer: ShardedOptimizer,
+        divisor: WeakMethod[Callable[[], float | Tensor]],
+        norm: WeakMethod[Callable[[], float | None]],
+    ) -> None:
+        """Take what it needs of its engine: the optimizer, the divisor of summed gradients, and the norm of
+        the last step's gradient. Called once.
+        """
+
+    def check_accumulation(self, steps: object) -> None:
+        """Raise OptimizerError if a step cannot have so many micro-batches."""
+
+    def before_forward(self) -> None:
+        """Raise OptimizerError if the model's values are of two steps."""
+
+    def before_backward(self, *, retain_graph: bool) -> None:
+        """Raise OptimizerError if the backward pass would change what the graph still needs."""
+
+    def before_step(self) -> None:
+        """Raise OptimizerError if the last backward pass has ended half-way."""
+
+    def before_save(self) -> None:
+        """Raise OptimizerError if the model's values are of two steps."""
+
+    def begin_load(self) -> None:
+        """Allow values of two steps, which a checkpoint is about to replace."""
+
+    def end_load(self, *, has_loaded: bool) -> None:
+        """Take note of the end of a load, also of one that raised."""
+
+    def counters(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it beside the engine's counters."""
+        return {}
+
+    def restore_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take a checkpoint's :meth:`counters`, which another method may have saved."""
+
+
+# -- sharded optimizer ------------------------------------------------------------------------------
 
 
 class ShardedOptimizer:
@@ -264,11 +342,11 @@ class ShardedOptimizer:
         comm: Comm,
         *,
         whole: bool = False,
-        offloaded_step: Callable[[Sequence[Unit]], OffloadedStep] | None = None,
+        make_method: Callable[[Sequence[Unit]], StepMethod] | None = None,
         on_device: bool = False,
     ) -> None:
         """Prepare to step ``units``. ``whole``: the optimizer gets whole tensors, which this rank must have.
-        ``offloaded_step`` is made for the units if it takes some of them; they may be replaced later.
+        ``make_method`` is given the units, which may be replaced later, if not all are stepped at once.
         ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
         """
         self._initial = take_initial_state(optimizer)
@@ -279,7 +357,7 @@ class ShardedOptimizer:
         self._comm = comm
         self._whole = whole
         self._slices: list[ShardSlice] = []
-        self.stepper = offloaded_step(self.units) if offloaded_step is not None else None
+        self.method = StepMethod() if make_method is None else make_method(self.units)
         self._on_device = on_device
         self._state_changed = False
         """Tells that this rank's state has been replaced since the last step."""
@@ -297,10 +375,10 @@ class ShardedOptimizer:
         self._slices += made
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] += [part.leaf for part in made if part.group == index and part.leaf is not None]
-        if self.stepper is not None and self.stepper.by_parameter:
+        if self.method.by_parameter:
             self.split(lambda unit, index: (id(unit), index))
         give_initial_state(self.optimizer, self._initial, made)
-        self.decides_on_device = self._choose_fused() and self._on_device and self.stepper is None
+        self.decides_on_device = self._choose_fused() and self._on_device and self.method.steps_on_device
 
     def set_units(self, units: Sequence[Unit]) -> None:
         """Replace the units that are stepped: those that stay keep their state, new ones begin without. Those
@@ -334,10 +412,19 @@ class ShardedOptimizer:
         changed = torch.tensor([float(self._state_changed)], dtype=torch.float64)
         self._forget_replaced(float(self._comm.all_reduce_scalars(to_device(changed, self._comm.device))))
 
+    def agree(self, *, keeps_writes: bool) -> None:
+        """Give ranks whose weights are apart the same weights and moments. Collective, between two steps.
+        Raises OptimizerError where ``keeps_writes`` and the script has changed what ranks have of their own.
+        """
+        self.agree_on_state()
+        self.take_hyperparameters()
+        groups = self.optimizer.param_groups
+        self.method.agree(groups, self.slices, self.optimizer.state, keeps_writes=keeps_writes)
+
     def _forget_replaced(self, ranks: float) -> None:
         """Forget what belongs to a state that was replaced on so many ranks."""
-        if ranks and self.stepper is not None:
-            self.stepper.forget()
+        if ranks:
+            self.method.forget()
         self._state_changed = False
 
     def _choose_fused(self) -> bool:
@@ -440,18 +527,15 @@ class ShardedOptimizer:
 
     def check(self) -> None:
         """Raise what ended a step half-way: the values are of two steps then, and nothing may go on."""
-        if self.stepper is not None:
-            self.stepper.check()
+        self.method.check()
 
     def finish(self) -> None:
         """Raise what ended the last step early, if it has not been raised yet: no other step will follow."""
-        if self.stepper is not None:
-            self.stepper.finish()
+        self.method.finish()
 
     def wait(self) -> None:
         """Wait until the last step has ended everywhere. Raises what ended it early, such as a DiskError."""
-        if self.stepper is not None:
-            self.stepper.wait()
+        self.method.wait()
 
     def _agree(self, used: list[bool], beside: Tensor) -> Tensor:
         """Return the sums of ``beside``, the sum of squares of all gradients, how many ranks want to stop, on
@@ -460,7 +544,7 @@ class ShardedOptimizer:
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        own = self.stepper.own_squares() if self.stepper is not None else []
+        own = self.method.own_squares()
         if own:
             total = torch.stack(own).sum()
         for copies in {} if own else {unit.copies: None for unit in self.units}:
@@ -492,12 +576,9 @@ class ShardedOptimizer:
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
-        if self.stepper is not None:
-            self.stepper.start(self._rule, self._slices, used)
-        else:
-            self._rule.end()
+        self.method.start(self._rule, self._slices, used)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
-        stay = [u for u in self.units if not u.shard_params and not (self.stepper and self.stepper.brings(u))]
+        stay = [u for u in self.units if not u.shard_params and not self.method.brings(u)]
         with torch.no_grad():
             for unit in self.units:
                 if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
@@ -517,7 +598,7 @@ class ShardedOptimizer:
         updates = []
         for part in self._slices:
             store = part.unit.store
-            if self.stepper is not None and self.stepper.takes(part.unit):
+            if self.method.takes(part.unit):
                 continue
             if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)

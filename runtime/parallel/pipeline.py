@@ -644,7 +644,7 @@ class OutsideForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def install(line: Line, passes: Passes) -> None:
+def install_forwards(line: Line, passes: Passes) -> None:
     """Replace the forwards of the layers, and of the modules with parameters outside of them.
 
     Raises ParameterError for a module that cannot be left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ..comm.collectives import Comm
 from ..config import Config
-from ..engine import Engine, WholeSteps, loss_in, to_device, with_whole_steps
+from ..engine import Engine, WholeSteps, loss_in, to_device
 from ..errors import ParameterError, RankMismatchError
 from ..log import detail
 from ..zero import placeholder
@@ -34,7 +34,6 @@ from .pipeline import (
     StateWatch,
     divide,
     find_line,
-    install,
     leave_own,
     trying,
     weights_of,
@@ -374,15 +373,17 @@ class StagedModel:
             add(unit, unit.index_of[id(parameter)], total)
 
 
-class Pipelined(WholeSteps):
-    """Is an engine whose ranks have different layers of the model: it trains and evaluates whole steps."""
+class PipelineSchedule(WholeSteps):
+    """Trains and evaluates whole steps of an engine whose ranks have different layers of the model.
 
-    _pipeline: StagedModel
+    Make it after all changes of forwards.
+    """
 
-    def start_pipeline(self, pipeline: StagedModel) -> None:
-        """Take the pipeline's parts; called once."""
+    def __init__(self, engine: Engine, pipeline: StagedModel) -> None:
+        super().__init__(engine)
         self._pipeline = pipeline
-        engine: Any = self
+        self._is_running = False
+        """Tells that a step or an evaluation is running, whose calls of the engine are allowed."""
         engine._sharded.replace_gradient = pipeline.collect
         pipeline.stages = Stages(
             pipeline.line,
@@ -393,36 +394,25 @@ class Pipelined(WholeSteps):
             lambda: setattr(engine._sharded.loss_scaling, "loss_is_scaled", True),
         )
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ParameterError: a rank has some of the layers."""
-        self._refuse("engine(...)")
+    def check_call(self, what: str) -> None:
+        """Raise ParameterError for a call of the script's: a rank has some of the layers."""
+        if not self._is_running:
+            raise ParameterError(
+                f"pipeline parallelism: {what} is not supported, because ranks hold different layers: call "
+                "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
+            )
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ParameterError: passes run in the order of the schedule."""
-        self._refuse("engine.backward()")
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ParameterError: train_batch makes the step."""
-        self._refuse("engine.step()")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ParameterError(
-            f"pipeline parallelism: {what} is not supported, because ranks hold different layers: call "
-            "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
-        )
-
-    def train_batch(
-        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
-    ) -> Tensor:
-        """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
-        training_data; return the mean loss over all ranks and micro-batches.
-
-        All ranks call it with the same micro-batches. One is a dict of the model's arguments (a Hugging Face
-        model, whose output has the loss) or a pair of inputs and labels, for which ``loss_fn(output,
-        labels)`` computes the loss. Collective. Raises StopIteration at the end of the data, and
-        ParameterError for a micro-batch or a model that does not fit.
-        """
-        engine: Any = self
+    def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+        """Train a step on the same micro-batches on all ranks; see :meth:`Engine.train_batch`."""
+        engine = self._engine
         engine._check_alive()
         engine._states.check("engine.train_batch()")
         engine.checkpoints.check()
@@ -433,7 +423,7 @@ class Pipelined(WholeSteps):
         self._take_unfrozen()
         engine.module.train()
         engine._reducer.sync = False
-        with engine._around("forward", (), {}), self._errors():
+        with self._running(), engine._around("forward", (), {}), self._errors():
             scaled = stages.train(micro_batches, self._key(micro_batches))
         if not engine._reducer.passes:
             engine._reducer.begin()
@@ -445,23 +435,21 @@ class Pipelined(WholeSteps):
         engine._note_loss(mean, 0)
         engine.micro_steps += len(micro_batches) - 1
         engine.accumulated += len(micro_batches) - 1
-        super().step()  # type: ignore[misc]  # of the engine that this is mixed into
+        with self._running():
+            engine.step()
         return mean
-
-    eval_batch = WholeSteps.eval_batch  # before those that a kind of engine has with other arguments
 
     def _take_unfrozen(self) -> None:
         """Take what has been unfrozen on all stages at once: in the passes, a stage waits for the one before,
         and a trial pass would take new units for values of other stages. Collective.
         """
-        engine: Any = self
-        engine.handles.take_unfrozen()
+        self._engine.handles.take_unfrozen()
 
     def _evaluate(self, micro_batches: list[Any]) -> Tensor:
         stages = self._pipeline.stages
         assert stages is not None
         self._take_unfrozen()
-        with self._errors():
+        with self._running(), self._errors():
             losses = stages.evaluate(micro_batches, self._key(micro_batches))
         sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
         return self._mean(sums)
@@ -469,7 +457,7 @@ class Pipelined(WholeSteps):
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Leave a pass that ended in an exception, and raise that, not what torch's schedules make of it."""
-        engine: Any = self
+        engine = self._engine
         try:
             yield
         except RuntimeError as error:
@@ -524,7 +512,7 @@ class Pipelined(WholeSteps):
 
     def _call_model(self, micro_batch: Any, wants_loss: bool) -> Any:
         """Call the model with a micro-batch; return the scaled loss while it trains, else the plain one."""
-        engine: Any = self
+        engine = self._engine
         output, labels = self._output_of(micro_batch, wants_loss)
         if not wants_loss:
             return None
@@ -534,7 +522,7 @@ class Pipelined(WholeSteps):
         return engine._scaled(loss, True)
 
     def _output_of(self, micro_batch: Any, wants_loss: bool) -> tuple[Any, Any]:
-        forward: Any = super().forward  # type: ignore[misc]  # of the engine that this is mixed into
+        forward = self._engine.forward
         device = self._pipeline.axis.comm.device
         if isinstance(micro_batch, Mapping):
             given = {name: to_device(value, device) for name, value in micro_batch.items()}
@@ -564,19 +552,6 @@ class Pipelined(WholeSteps):
         comm.all_reduce_scalars(total, "sums the losses")
         wide = any(p.dtype == torch.float64 for p in self._pipeline.line.model.parameters())
         return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
-
-
-def choose_kind(kind: type[E], pipeline: StagedModel | None, *, has_section: bool) -> type[E]:
-    """Return the engine class that trains whole steps: that of a pipeline, or if the config ``has_section``
-    on it, one of ranks that have all layers; else the same. Call it after all changes of forwards.
-
-    ``kind`` may name a class whose methods come before those of the pipeline, as ``over_pipeline``.
-    """
-    if pipeline is None:
-        return with_whole_steps(kind) if has_section else kind
-    install(pipeline.line, pipeline.passes)
-    over = getattr(kind, "over_pipeline", None)
-    return type(f"Pipelined{kind.__name__}", (*([over] if over else []), Pipelined, kind), {})
 
 
 # -- apply ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/parallel/schedule.py",
-        "        engine.handles.take_unfrozen()\n",
+        "        self._engine.handles.take_unfrozen()\n",
         "",
         "an evaluation takes units of unfrozen parameters for values of other stages",
         _TIED,

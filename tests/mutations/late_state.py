@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/engine.py",
-        "            if not self._destroyed and sys.exc_info()[0] is None:\n                self.agree(",
-        "            if self._destroyed:\n                self.agree(",
+        "            if sys.exc_info()[0] is None:\n                self._agree(",
+        "            if self._destroyed:\n                self._agree(",
         "destroyed among local steps, the ranks keep other weights",
         (
             "tests/runtime/one_bit/test_local_steps.py::test_ranks_are_equal_to_the_bit_after_an_exchange_and_at_the_end",

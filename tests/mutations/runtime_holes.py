@@ -245,8 +245,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/optim/step.py",
-        "        else:\n            self._rule.end()\n        self.outer",
-        "        self.outer",
+        '        """\n        rule.end()\n',
+        '        """\n',
         "a rank without any part of the model does not count its steps",
         (
             "tests/runtime/optim/test_group_counters.py::test_counters_in_groups_are_kept_through_steps_saves_and_loads",

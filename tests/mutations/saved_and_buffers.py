@@ -109,8 +109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/engine.py",
-        "            if better is not None:\n                raise better from error\n            raise\n",
-        "            raise\n",
+        "                if better is not None:\n                    raise better from error\n",
+        "",
         "a mismatch of dtypes does not say what to do",
         _BUFFERS,
     ),

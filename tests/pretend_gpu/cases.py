@@ -45,30 +45,30 @@ NARROW: dict[str, Any] = {
 }
 SPLIT_AND_SHARED: dict[str, Any] = {**SHARED, "parallel": {"sequence": 2, "tensor": 2}}
 
-BEFORE = "Event.synchronize in step_result._read < step_result.differs"
+BEFORE = "Event.synchronize in precision._read < precision.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
-NORM = "tolist in sharded_optimizer._step_by_host < sharded_optimizer.step"
-ORDER = "aten::_local_scalar_dense in sharded_optimizer._step_by_host < sharded_optimizer.step"
+NORM = "tolist in step._step_by_host < step.step"
+ORDER = "aten::_local_scalar_dense in step._step_by_host < step.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
 NORMS = "tolist in lamb.totals < lamb.run"
-METRICS = "Event.synchronize in host_copy.read < monitor.read"
+METRICS = "Event.synchronize in device.read < trackers.read"
 """At a step's end, for the numbers of the step before."""
-REPORT = "Event.synchronize in host_copy.read < step_reporter.flush"
+REPORT = "Event.synchronize in device.read < reporter.flush"
 """At a step's end, for a report of the step before."""
-ARRIVAL = "Event.synchronize in transfer.wait < host_store.grad"
-UPLOAD = "Event.synchronize in transfer.synchronize < buffers._retire"
-SENT = "Event.synchronize in transfer.synchronize < background_step.synchronize"
+ARRIVAL = "Event.synchronize in transfer.wait < stores.grad"
+UPLOAD = "Event.synchronize in transfer.synchronize < stores._retire"
+SENT = "Event.synchronize in transfer.synchronize < step.synchronize"
 """At a step's beginning, for masters that the step before has sent: that was a whole pass ago."""
-WRITTEN = "save: cuda.synchronize in transfer.release < writer.abandon"
-BATCHES = "aten::_local_scalar_dense in same_batch._compare < same_batch.check"
+WRITTEN = "save: cuda.synchronize in transfer.release < files.abandon"
+BATCHES = "aten::_local_scalar_dense in checks._compare < checks.check"
 """In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
 ROUTING = (
-    *("tolist in forward._send < forward.__call__", "aten::nonzero in forward._send < forward.__call__"),
-    *("tolist in experts.forward < forward._own", "aten::nonzero in experts.forward < forward._own"),
-    "aten::nonzero in forward._compute < forward._send",
+    *("tolist in expert._send < expert.__call__", "aten::nonzero in expert._send < expert.__call__"),
+    *("tolist in expert.forward < expert._own", "aten::nonzero in expert.forward < expert._own"),
+    "aten::nonzero in expert._compute < expert._send",
 )
 """Where the host has to know how many tokens go where."""
-SUM_ON_DISK = "Event.synchronize in transfer.wait < disk_store._add_to_tile"
+SUM_ON_DISK = "Event.synchronize in transfer.wait < stores._add_to_tile"
 
 
 def _up(where: str) -> str:
@@ -249,16 +249,16 @@ CASES = {
                 ("OneBitAdam", 0, "alone", {}, {"freeze_step": 2}, ()),
                 (
                     *("OneBitAdam", 3, "host both", HOST_BOTH, {"freeze_step": 2}),
-                    (ARRIVAL, _down("step.averaged < step.step_apart")),
+                    (ARRIVAL, _down("one_bit.averaged < one_bit.step_apart")),
                 ),
                 (
                     *("ZeroOneAdam", 0, "alone", {}),
                     {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2},
-                    ("aten::_local_scalar_dense in local_steps.refuse_writes < step._refuse_writes",),
+                    ("aten::_local_scalar_dense in local_steps.refuse_writes < one_bit._refuse_writes",),
                 ),
                 (
                     *("OneBitLamb", 1, "alone", {}, {"freeze_step": 2}),
-                    ("tolist in lamb.totals < lamb_step.step_unit",),
+                    ("tolist in lamb.totals < one_bit.step_unit",),
                 ),
             )
         ),
