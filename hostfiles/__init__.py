@@ -1,1 +1,4 @@
-"""Parse hostfiles (`host slots=N`), and the grammar that picks hosts and slots out of them."""
+"""Hostfiles, host lists such as ``node[01-16]``, and the grammar that includes and excludes slots.
+
+Read ``grammar``, ``hostlist`` and ``filters``.
+"""

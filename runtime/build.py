@@ -1,4 +1,4 @@
-"""Assembles an engine from a model and a config; the only module that imports the optional features."""
+"""Assembles an engine from a model, an optimizer and a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names the parts of a step for torch's profiler."""
+"""Names the parts of a step for torch's profiler, and copies numbers from the device without a wait."""
 
 from __future__ import annotations
 

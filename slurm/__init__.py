@@ -1,1 +1,4 @@
-"""Launch under SLURM: read the SLURM_* environment, make sbatch scripts from flags, submit them."""
+"""SLURM: its environment variables, batch scripts, and its commands.
+
+Read ``environment``, ``script`` and ``commands``.
+"""

@@ -1,1 +1,4 @@
-"""Keep less of the forward pass in device memory: activation checkpointing and offloaded inputs."""
+"""Less of the forward pass in device memory: checkpointed activations, offloaded inputs, tiles of tokens.
+
+Read ``checkpointing``, ``offload`` (the inputs of checkpointed calls) and ``tiles``.
+"""

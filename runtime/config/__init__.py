@@ -1,6 +1,9 @@
-"""Reads DeepSpeed's config files: loads, checks and completes them. Imports no torch.
+"""DeepSpeed's config files: models, loader, checks, and what "auto" becomes. Imports no torch.
 
-The sections are in ``zero``, ``other_sections`` and ``optimizers``, what stands at the top in ``schema``.
+Read ``fields`` (support levels, the base of all sections), ``schema`` (the sections; ``zero``,
+``parallel`` and ``optimizers`` have large ones), ``load``, ``check`` (unknown keys, values,
+combinations), ``resolve`` ("auto") and ``batch_sizes``. ``unsupported``, ``foreign_keys``,
+``other_names`` and ``forms`` serve messages; ``reference`` writes the page of all keys.
 """
 
 from ..mesh import MeshShape

@@ -7,7 +7,7 @@ takes as long as the slowest of them: the result is a lower bound, and what boun
   (Kaplan et al., 2020, section 2.1), 2 more for those of checkpointed blocks; attention adds 4 * sequence *
   width for each layer and token, and the backward pass has twice as much (Narayanan et al., 2021, equation 3:
   96 B s l h^2 (1 + s / 6h + V / 16lh), with every layer checkpointed). Of a module the operations are counted
-  instead (``operations.py``).
+  instead (``step_time.py``).
 - Between ranks: 2N elements a step at stages 0 to 2, 3N at stage 3 (Rajbhandari et al., 2020, section 7),
   each times (w - 1) / w, as of a ring of w ranks; bus bandwidth is defined so (nccl-tests,
   doc/PERFORMANCE.md). The gathers after a step at stages 1 and 2 overlap with the next forward pass, as in

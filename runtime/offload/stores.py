@@ -1,4 +1,4 @@
-"""Keeps shards of units in host memory: values, master values and gradients."""
+"""Keeps shards of units in host memory or on disk: values, masters, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds optimizers and schedulers from the config's ``type`` and ``params``.
+"""Builds optimizers and schedulers by their names in a config, and chooses how an optimizer steps.
 
 CONTRIBUTING.md says what else a new optimizer or schedule needs.
 """

@@ -1,4 +1,4 @@
-"""Defines the ranks that share each layer, and what autograd does where their parts meet."""
+"""Defines the axes of ranks that share layers, experts or sequences, and what autograd does between parts."""
 
 from __future__ import annotations
 

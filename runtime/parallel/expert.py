@@ -1,4 +1,4 @@
-"""Finds a model's modules of experts, and how their parameters are cut."""
+"""Divides a model's experts over ranks, and sends each token to the ranks that have its experts."""
 
 from __future__ import annotations
 

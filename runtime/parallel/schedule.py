@@ -1,4 +1,4 @@
-"""Defines what an engine does whose ranks have different layers: whole steps alone."""
+"""Divides a model's layers over the stages of a pipeline, and trains whole steps on them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,5 @@
-"""What the script holds: the module, its parameters, the optimizer, and checks of their use."""
+"""What the script holds: checks of its model and optimizer, and classes that lead to the engine.
+
+Read ``accept`` (at the start), ``handles`` (at each step), ``optimizer`` (the class of the script's
+optimizer), ``module_methods``, and ``construct`` (``zero.Init``).
+"""

@@ -1,4 +1,4 @@
-"""Decides which parameters an engine can take, and refuses others by name."""
+"""Decides which parameters an engine can take, refuses others by name, and compares those of all ranks."""
 
 from __future__ import annotations
 

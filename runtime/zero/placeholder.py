@@ -9,7 +9,7 @@ parameter is a view of its unit's flat buffer, and what a script does to it has 
   it.
 - :class:`ShardedParameter`: sharded. Inside a forward or backward pass of its model a use that no module hook
   announced gathers the unit on demand. Outside, reading gives NaN, while writing, and anything that a
-  gradient would have to flow through, raises (see ``sharded_reads.py``).
+  gradient would have to flow through, raises (see ``placeholder.py``).
 """
 
 from __future__ import annotations

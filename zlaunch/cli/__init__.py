@@ -1,1 +1,5 @@
-"""Define the command line, one file for each subcommand. Heavy imports wait until they are needed."""
+"""The command line, a file for each subcommand. Only this folder imports click.
+
+Read ``main``, ``commands`` (the list of subcommands, each imported when it is called), ``run`` (the
+launch itself) and ``launch_options``.
+"""

@@ -1,1 +1,1 @@
-"""Other projects' names over this runtime."""
+"""Other projects' names over this runtime: the package ``deepspeed``, the Trainer's callback."""

@@ -1,4 +1,4 @@
-"""Start agents on other nodes: the base of the launchers that do."""
+"""Start agents on other nodes: the base of the launchers that do, and the one by Open MPI."""
 
 from __future__ import annotations
 

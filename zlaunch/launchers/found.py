@@ -1,4 +1,4 @@
-"""Read a run's shape from the environment of pods or containers that somebody else starts, one a node.
+"""Read a run's shape from the environment of pods, MPI tasks and batch systems that start one process a node.
 
 Kubeflow's PyTorchJob (and all that imitate it) sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, counting
 pods, and torchrun's own variables PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, which win.

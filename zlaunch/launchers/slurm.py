@@ -1,4 +1,4 @@
-"""Run on the nodes of a SLURM allocation, each reached by srun."""
+"""Run on the nodes of a SLURM allocation: each reached by srun, or as a task of a step of the user's own."""
 
 from __future__ import annotations
 

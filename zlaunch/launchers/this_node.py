@@ -1,4 +1,4 @@
-"""Run the workers of this machine alone: the base of the launchers that start nothing elsewhere."""
+"""Run the workers of this machine alone: as the only node, or as one of several that are started by hand."""
 
 from __future__ import annotations
 

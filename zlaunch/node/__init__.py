@@ -1,1 +1,6 @@
-"""Run one node's part of a launch: the agent, its workers, and what watches over both. No torch."""
+"""The processes of one node: the agent, its workers, and what watches over both. No torch.
+
+Read ``agent`` (one loop, which starts, follows and stops workers), ``worker`` (a worker as the agent sees
+it), ``bootstrap`` (a worker's own first steps), ``preload`` (one process that imports torch and forks the
+workers), ``lease`` (until when workers may run without the launcher), ``watchdog`` and ``rendezvous``.
+"""

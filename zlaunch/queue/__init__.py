@@ -1,1 +1,5 @@
-"""Keep runs waiting until there are slots for them: one queue a user and machine, or SLURM's."""
+"""Runs that wait until there are slots for them: one queue for a user and machine, in SQLite.
+
+Read ``store`` (jobs and their states), ``schedule`` (who starts where, pure) and ``daemon`` (starts and
+follows attempts). ``start_request`` and ``process_settings`` carry a submitter's environment.
+"""

@@ -328,7 +328,7 @@ def close_all(nodes: Sequence[Node]) -> None:
 #
 # Watch for nodes that no longer answer.
 #
-# `controller` decides what follows; `node/uplink.py` is what a node does when it no longer hears from here.
+# `controller` decides what follows; `node/agent.py` is what a node does when it no longer hears from here.
 
 
 _PINGS_PER_PERIOD = 4

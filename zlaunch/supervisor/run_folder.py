@@ -1,4 +1,4 @@
-"""Create the folder of a run, prove that it takes files, and lock it against a second launch."""
+"""Create the folder of a run, lock it against a second launch, and keep the record of its attempts in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the slots of this machine, without torch and without touching a GPU.
+"""Describe this machine, without torch and without touching a GPU: its slots, facts and memory.
 
 Slot i is the i-th device that CUDA would show to a process started here.
 """

@@ -1,4 +1,4 @@
-"""Start the agent on another host; an ssh channel carries its lines."""
+"""Start the agent on another host, by paramiko or by the `ssh` program; an ssh channel carries its lines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Find the config with which a script trains fastest, by short real runs."""
+"""The config with which a script trains fastest, found by short real runs.
+
+Read ``variants``, ``search`` and ``trial``.
+"""

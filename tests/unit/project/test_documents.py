@@ -14,6 +14,7 @@ import pytest
 import zlaunch
 from docs.command_pages import expand
 from tests.docs_commands import command_lines
+from tests.folders import with_table
 from zlaunch.cli.commands import SUBCOMMANDS, load
 from zlaunch.cli.run import run
 
@@ -63,6 +64,20 @@ def test_every_test_that_is_named_exists(document: Path) -> None:
     text = document.read_text()
     assert not {name for name in re.findall(r"`(tests/[\w/.-]+)`", text) if not (ROOT / name).exists()}
     assert not set(re.findall(r"`(test_\w+)(?:\.py)?`", text)) - known
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/internals.md", "CONTRIBUTING.md"])
+def test_every_module_that_is_named_exists(name: str) -> None:
+    modules = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts]
+    named = set(re.findall(r"`((?:[\w.]+/)*[\w.]+\.py)`", (ROOT / name).read_text())) - {"train.py"}
+    assert len(named) > 10
+    assert not sorted(each for each in named if not any(path.endswith(f"/{each}") for path in modules))
+
+
+def test_the_table_of_folders_is_that_of_the_docstrings() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert "| `runtime/zero/` | ZeRO" in page
+    assert with_table(page) == page, "run: python -m tests.folders"
 
 
 COMMAND_LINES = command_lines()
