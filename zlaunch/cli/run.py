@@ -22,7 +22,6 @@ from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
-from zlaunch.launchers.base import unseen_gpus
 from zlaunch.plan.options import Options, python_there
 from zlaunch.system.machine import discover
 from zlaunch.system.processes import signal_name
@@ -186,6 +185,8 @@ def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
     )
     granted = allocation.nodes[0].gpus if allocation is not None and launcher.name == registry.LOCAL else 0
     if granted and not discover(os.environ).tokens:
+        from zlaunch.launchers.base import unseen_gpus  # imports what a run needs, and --help does not
+
         print(f"zlaunch: warning: {unseen_gpus(granted)}", file=sys.stderr)
     arrival: Arrival | None = given.get("arrival")
 

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -207,7 +206,7 @@ def new_folder(watchdog: int) -> str:
     """Name a folder for the agent under a watchdog; whoever needs it makes it. Other users cannot guess the
     name and make it before.
     """
-    name = f"zlaunch-memory-{_space()}-{watchdog}-{start_ticks(watchdog) or 0}-{secrets.token_hex(8)}"
+    name = f"zlaunch-memory-{_space()}-{watchdog}-{start_ticks(watchdog) or 0}-{os.urandom(8).hex()}"
     return str(_ROOT / name)
 
 
