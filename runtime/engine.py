@@ -944,6 +944,11 @@ class WholeSteps:
     def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
         """Train a step; see :meth:`Engine.train_batch`."""
         engine = self._engine
+        if not engine._is_managed:
+            raise RuntimeError(
+                "managed_gradient_accumulation is false, but train_batch() counts the micro-batches of "
+                "a step: remove the key, or call engine.backward() and engine.step()"
+            )
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         engine.module.train()
         losses: list[Tensor] = []

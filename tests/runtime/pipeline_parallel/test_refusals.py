@@ -293,7 +293,8 @@ def test_a_load_goes_back_in_the_data_as_well(tmp_path: Path) -> None:
 def _without_stages(stages: int) -> Any:
     join()
     torch.set_default_dtype(torch.float64)
-    engine = start(Network(), parallel={}, pipeline={"stages": stages})
+    section = {"pipeline": {"stages": stages}} if stages else {}
+    engine = start(Network(), parallel={}, **section)
     given = iter(micro_batches())
     losses = [engine.train_batch(given, loss_fn).item() for _ in range(3)]
     losses.append(engine.eval_batch(given, loss_fn, num_micro_batches=3).item())
@@ -309,6 +310,18 @@ def test_one_stage_takes_whole_steps_as_several_do() -> None:
     assert is_last
     for own, _ in run_workers(_without_stages, 2, 2):
         assert own == pytest.approx(losses, abs=1e-12)
+    assert run_workers(_without_stages, 1, 0) == [(losses, True)], "without a pipeline section"
+
+
+def _counted_by_the_script() -> None:
+    join()
+    engine = start(Network(), parallel={}, managed_gradient_accumulation=False)
+    engine.train_batch(iter(micro_batches()), loss_fn)
+
+
+def test_a_script_that_counts_micro_batches_has_no_whole_steps() -> None:
+    with pytest.raises(WorkerError, match="managed_gradient_accumulation is false"):
+        run_workers(_counted_by_the_script, 1)
 
 
 FROZEN = {
