@@ -99,7 +99,7 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         (("submit", "--after=x", "train.py"), "needs a SLURM job ID"),
         (("submit", "--time=soon", "train.py"), "--time 'soon'"),
         (("submit", "missing.py"), "missing.py"),
-        (("cancel", "x"), "not a SLURM job ID"),
+        (("cancel", "x"), "no run 'x'"),
         (("cancel", "999999"), "999999"),
     ):
         done = shell.call(*arguments)
