@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import LIMIT_S
+from tests.tools import plain_tools
 from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
 from zlaunch.slurm.commands import read_node_sizes, was_cancelled
@@ -289,13 +290,7 @@ def test_a_whole_file_runs(stand_in: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The first folder on PATH, and no SLURM of this machine behind it: only what the programs here use."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "cat", "env", "sed", "sleep", "wc"):
-        found = shutil.which(name)
-        assert found is not None
-        (tools / name).symlink_to(found)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{tools}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{plain_tools(tmp_path / 'tools')}")
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     return programs(tmp_path / "bin")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools import plain_tools
 from tests.unit.ui.folders import write_run
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
@@ -109,7 +110,7 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zlaunch.slurm.commands._listing", None, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{plain_tools(tmp_path / 'tools')}")
     (tmp_path / "bin").mkdir()
     for job, name in (("27", "far"), ("28", "further")):
         spawn = {"type": "spawn", "rank": 0, "host": "node2", "pid": 9}
