@@ -50,8 +50,8 @@ from .optim.registry import (
     build_scheduler,
     check_local_steps,
     check_narrow,
+    check_step_in_backward,
     choose_method,
-    choose_reducer,
     keeps_whole_gradients,
     needs_whole_tensors,
     prepare,
@@ -200,7 +200,7 @@ def build_engine(
     if client is not None:
         check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
-    reduces = choose_reducer(client, effective, comm, whole=whole)
+    check_step_in_backward(client, effective, comm, whole=whole)
     check_local_steps(client, effective.config, comm)
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
@@ -213,7 +213,7 @@ def build_engine(
         stores = offload or DeviceStores(precision.narrow_masters)
         factory = UnitFactory(precision.dtype, comm, options, stores)
         keeps = keeps_whole_gradients(client)
-        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps, reduces)
+        sharded, reducer = _shard(model, blocks, factory, groups, effective, offload, keeps)
         undo.callback(sharded.close)
         if client is not None:
             step = ShardedOptimizer(
@@ -222,7 +222,7 @@ def build_engine(
                 reducer,
                 comm,
                 whole=whole,
-                make_method=_choose_method(client, reducer, effective.config, comm, offload),
+                make_method=_choose_method(client, effective.config, comm, offload),
                 on_device=on_gpu,
             )
         scheduler = _make_scheduler(lr_scheduler, effective, client)
@@ -355,13 +355,12 @@ def _needs_whole(optimizer: torch.optim.Optimizer, effective: Effective, comm: C
 
 def _choose_method(
     client: torch.optim.Optimizer,
-    reducer: GradientReducer,
     config: Config,
     comm: Comm,
     offload: Offload | None,
 ) -> Callable[[Sequence[Unit]], StepMethod] | None:
     """Return what makes the object that steps units otherwise than all at once on the device, if any."""
-    chosen = choose_method(client, reducer, config, comm)
+    chosen = choose_method(client, config, comm)
     if chosen is not None or offload is None:
         return chosen
     return lambda units: BackgroundStep(units, comm, comm.device.type == "cuda")
@@ -436,7 +435,6 @@ def _shard(
     effective: Effective,
     offload: Offload | None,
     keeps_gradients: bool,
-    reduces: type[GradientReducer],
 ) -> tuple[ShardedModel, GradientReducer]:
     config = effective.config
     zero = config.zero_optimization
@@ -458,7 +456,7 @@ def _shard(
         trainable = (p for block in blocks for _, p in block.parameters if p.requires_grad)
         offload.expect(sum(placeholder.shape_of(p).numel() for p in trainable))
     factory.build(blocks, groups_by_parameter(groups))
-    reducer = reduces(
+    reducer = GradientReducer(
         [unit for block in blocks for unit in block.units if unit.trainable],
         comm,
         choose_gradient_options(

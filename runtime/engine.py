@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -33,40 +33,10 @@ from .zero.tensors import tensors_in
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
+    from .script.handles import Handles
 
 
 # -- engine -----------------------------------------------------------------------------------------
-
-
-class EngineHandles(Protocol):
-    """Keeps the script's model and optimizer consistent with one engine."""
-
-    def take_unfrozen(self) -> None:
-        """Start to train parameters that have been unfrozen. Collective, where there are any."""
-
-    def check(self) -> None:
-        """Raise ParameterError if the model or the optimizer's groups are not what the engine trains."""
-
-    def refuse_unused(self) -> None:
-        """Raise ParameterError if a parameter has no gradient of this step on some rank. Collective."""
-
-    def nonfinite_names(self) -> list[str]:
-        """Return the names of parameters with inf or NaN in this rank's shard of the gradients."""
-
-    def bring_writes(self) -> None:
-        """Copy values written into parameters back to the masters. Raises DiskError."""
-
-    def release(self, *, has_stepped: bool) -> None:
-        """Turn the script's optimizer back into a plain one; tell whether the engine has made a step."""
-
-    def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Add a group of further parameters of the model to those that are trained. Collective."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the optimizer's state."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave on this rank."""
 
 
 _engines: WeakSet[Engine] = WeakSet()
@@ -119,7 +89,7 @@ class Engine(nn.Module):
         precision: Precision,
         scaler: LossScaler | DeviceLossScaler,
         effective: Effective,
-        handles: EngineHandles,
+        handles: Handles,
     ) -> None:
         super().__init__()
         self.module = sharded.module

@@ -9,13 +9,12 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ..config import Effective
 from ..config.schema import CheckpointSection, without_secrets
-from ..data import EngineLoader
 from ..environment import read_environment
 from ..log import counted, say, warn
 from ..optim.step import ShardedOptimizer
@@ -43,6 +42,7 @@ from .load import (
 from .save import BackgroundSave, Save, Source, rank_file
 
 if TYPE_CHECKING:
+    from ..engine import Engine
     from ..offload.transfer import HostLink
 
 _BASE_RATE = "initial_lr"
@@ -54,28 +54,12 @@ _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 """Names what an engine counts."""
 
 
-class TrainState(Protocol):
-    """Lists what a checkpoint has of a run besides its model and optimizer; an engine is one."""
-
-    lr_scheduler: Any
-    training_dataloader: EngineLoader | None
-    global_steps: int
-    micro_steps: int
-    accumulated: int
-    global_samples: int
-
-    @property
-    def skipped_steps(self) -> int: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    def restore_counters(self, counters: Mapping[str, int]) -> None: ...
-
-
 class Checkpointer:
     """Saves and loads one engine: its shards, optimizer state, counters, schedule and random generators."""
 
     def __init__(
         self,
-        run: TrainState,
+        run: Engine,
         sharded: ShardedModel,
         shard_step: ShardedOptimizer | None,
         *,

@@ -13,16 +13,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import waits
 from ..config import Config, Effective
-from ..data import EngineLoader
 from ..device import HostCopy, named
+from ..engine import Engine
 from ..environment import read_environment
 from ..errors import LossScaleFloorError, MonitorError
 from ..log import fail
@@ -31,7 +31,7 @@ from ..report import reported, send_step
 from .breakdown import MemoryBreakdown, StepTrace, WallClockBreakdown, host_gb, mean_milliseconds
 from .clock import COMMUNICATION, DISK, PARTS, StepClock, TimedPart, TimedStep
 from .flops_profiler import FlopsProfiler
-from .trackers import Monitor, MonitoredLoop, learning_rate
+from .trackers import Monitor, learning_rate
 
 # -- step reporter ----------------------------------------------------------------------------------
 
@@ -47,22 +47,6 @@ _MOST_STEPS = 1024
 _MOST_STEPS_ON_GPU = 16
 """Steps whose times are kept for a report, the last ones; on a GPU each has events."""
 _WAITS = (COMMUNICATION, DISK)
-
-
-class ReportedLoop(MonitoredLoop, Protocol):
-    """Has the metrics of its last step, and its place in the run."""
-
-    global_steps: int
-    training: bool
-
-    def train_batch_size(self) -> int: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def data_parallel_size(self) -> int: ...
-    @property
-    def global_rank(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,32 +80,32 @@ class StepReporter:
 
     def __init__(
         self,
-        loop: ReportedLoop,
+        engine: Engine,
         *,
         every: float | None,
         total_steps: Callable[[], dict[str, int]],
         on_gpu: bool,
         costs: StepCosts,
     ) -> None:
-        """Report on ``loop``, in all ``every`` steps and at other times. ``total_steps`` returns what
+        """Report on ``engine``, in all ``every`` steps and at other times. ``total_steps`` returns what
         :func:`find_total_steps` does.
         """
-        self._loop = loop
+        self._engine = engine
         self._total_steps = total_steps
         self.on_gpu = on_gpu
         reported.has_engine = True
         self._costs = costs
         self._moved = {"moved_mb": costs.moved_bytes(), "disk_mb": costs.disk_bytes()}
         self._sees_use = on_gpu
-        first = loop.global_rank == 0
+        first = engine.global_rank == 0
         self._every = int(every) if first and every and math.isfinite(every) else 0
-        others = max(_OTHERS_INTERVAL_S, loop.world_size / _EVENTS_PER_S)
+        others = max(_OTHERS_INTERVAL_S, engine.world_size / _EVENTS_PER_S)
         self._interval_s = _INTERVAL_S if first else others
         self._timed = read_environment().event_fd is not None
         self._first_s = _FIRST_INTERVAL_S if first else self._interval_s / 2
         self._reported_at = -math.inf
         self._begun_at = self._measured_at = self._stepped_at = time.perf_counter()
-        self._samples = loop.global_samples
+        self._samples = engine.global_samples
         self._tokens = 0
         self._rows = self._flops = self._micro_tokens = 0
         self._steps: deque[TimedStep] = deque(maxlen=_MOST_STEPS_ON_GPU if on_gpu else _MOST_STEPS)
@@ -138,7 +122,7 @@ class StepReporter:
         """Count the tokens of a micro-batch: the elements of ``input_ids``, or of a first argument that is a
         tensor of int32 or int64 with at least two axes. Note its rows: those of the first tensor.
         """
-        if not torch.is_grad_enabled() or not self._loop.training:
+        if not torch.is_grad_enabled() or not self._engine.training:
             return
         if not self._rows:  # known once for each report
             given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim())
@@ -156,7 +140,7 @@ class StepReporter:
         """Begin to count anew, after a checkpoint was loaded."""
         self._steps.clear()
         self._measured_at = time.perf_counter()
-        self._samples = self._loop.global_samples
+        self._samples = self._engine.global_samples
         self._tokens = 0
 
     def after_step(self, step: TimedStep) -> None:
@@ -206,7 +190,7 @@ class StepReporter:
             self.flush()
 
     def _begin_report(self, step: int, now: float, *, printed: bool, more: dict[str, float]) -> None:
-        metrics = {**learning_rate(self._loop.torch_optimizer), **self._loop.step_metrics()}
+        metrics = {**learning_rate(self._engine.torch_optimizer), **self._engine.step_metrics()}
         numbers = HostCopy(list(metrics.values()))
         known = more | self._memory()
         self._reported_at = now
@@ -231,12 +215,12 @@ class StepReporter:
 
     def _speed(self, now: float) -> dict[str, float]:
         seconds = max(now - self._measured_at, 1e-9)
-        samples = self._loop.global_samples - self._samples
-        steps = samples / self._loop.train_batch_size() if self._loop.train_batch_size() else 0.0
+        samples = self._engine.global_samples - self._samples
+        steps = samples / self._engine.train_batch_size() if self._engine.train_batch_size() else 0.0
         found = {"samples_per_s": samples / seconds}
-        flops = self._flops * self._loop.gradient_accumulation_steps() * steps
+        flops = self._flops * self._engine.gradient_accumulation_steps() * steps
         if self._tokens:
-            found["tokens_per_s"] = self._tokens * self._loop.data_parallel_size / seconds
+            found["tokens_per_s"] = self._tokens * self._engine.data_parallel_size / seconds
             found["micro_tokens"] = self._micro_tokens
             flops = flops or self._tokens * self._costs.flops_per_token
         if self._rows:
@@ -253,7 +237,7 @@ class StepReporter:
                 found[name] = (nbytes - self._moved[name]) / steps / 1e6
         self._moved = moved
         self._measured_at = now
-        self._samples = self._loop.global_samples
+        self._samples = self._engine.global_samples
         self._tokens = 0
         return found
 
@@ -300,23 +284,13 @@ def _finish(reporter: weakref.ref[StepReporter]) -> None:
 # Finds out how many steps a run makes, for its progress bar.
 
 
-class PlannedLoop(Protocol):
-    """Has what may tell the length of a run."""
-
-    training_dataloader: EngineLoader | None
-    lr_scheduler: Any
-    global_steps: int
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-
-def find_total_steps(config: Config, loop: PlannedLoop) -> dict[str, int]:
+def find_total_steps(config: Config, engine: Engine) -> dict[str, int]:
     """Return ``steps``, how many the schedule counts. Where it says nothing, and `initialize` made the data
     loader, ``steps`` is the last one of an epoch, whose number is ``of_epoch``. Empty where neither says it.
     """
     params = config.scheduler.params if config.scheduler is not None else {}
-    planned = _whole(params.get("total_num_steps")) or _of_schedule(loop.lr_scheduler)
-    return {"steps": planned} if planned else _until_epoch_ends(loop)
+    planned = _whole(params.get("total_num_steps")) or _of_schedule(engine.lr_scheduler)
+    return {"steps": planned} if planned else _until_epoch_ends(engine)
 
 
 def _of_schedule(scheduler: Any) -> int | None:
@@ -329,16 +303,16 @@ def _of_schedule(scheduler: Any) -> int | None:
     return _whole(getattr(scheduler, "total_steps", None))
 
 
-def _until_epoch_ends(loop: PlannedLoop) -> dict[str, int]:
-    loader = loop.training_dataloader
+def _until_epoch_ends(engine: Engine) -> dict[str, int]:
+    loader = engine.training_dataloader
     if loader is None or not loader.epoch:
         return {}
     try:
-        steps = len(loader) * loader.epoch // loop.gradient_accumulation_steps()
+        steps = len(loader) * loader.epoch // engine.gradient_accumulation_steps()
     except TypeError:  # a stream has no length
         return {}
     # another loader's steps, or those of a run that was resumed with other batches, are not counted here
-    return {"steps": steps, "of_epoch": loader.epoch} if steps >= max(1, loop.global_steps) else {}
+    return {"steps": steps, "of_epoch": loader.epoch} if steps >= max(1, engine.global_steps) else {}
 
 
 def _whole(value: Any) -> int | None:
@@ -354,15 +328,6 @@ def _whole(value: Any) -> int | None:
 _NOTHING: Mapping[str, Any] = {}
 Around = Callable[..., AbstractContextManager[None]]
 """Gives a context for a call: its name, and of a forward pass the model's arguments."""
-
-
-class ObservedLoop(ReportedLoop, PlannedLoop, Protocol):
-    """Has a model and a device besides what is reported."""
-
-    module: nn.Module
-
-    @property
-    def device(self) -> torch.device: ...
 
 
 def open_monitor(effective: Effective, comm: Comm) -> Monitor:
@@ -383,7 +348,7 @@ def open_monitor(effective: Effective, comm: Comm) -> Monitor:
 
 
 def observe(
-    engine: ObservedLoop,
+    engine: Engine,
     config: Config,
     monitor: Monitor,
     more_waits: Mapping[str, Callable[[], float]],

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..config import Config
 from ..config.fields import Section
 from ..config.schema import Comet, FileMonitor, WandB
 from ..device import HostCopy
+from ..engine import Engine
 from ..errors import MonitorError
 from ..log import fail
 
@@ -189,16 +190,6 @@ class CometExperiment(Tracker):
 # Writes the metrics of a run's steps, and what its script adds, to every tracker.
 
 
-class MonitoredLoop(Protocol):
-    """Has the metrics of its last step, on the device where they are there."""
-
-    global_samples: int
-
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None: ...
-    def step_metrics(self) -> dict[str, float | Tensor]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Expected:
     step: int
@@ -254,11 +245,11 @@ class Monitor:
         if self._trackers:
             self._write([_checked(event) for event in event_list])
 
-    def after_step(self, loop: MonitoredLoop) -> None:
+    def after_step(self, engine: Engine) -> None:
         """Write the metrics of the step that has just been made; see :meth:`expect`."""
         if self._trackers:
-            metrics = {**learning_rate(loop.torch_optimizer), **loop.step_metrics()}
-            samples = loop.global_samples
+            metrics = {**learning_rate(engine.torch_optimizer), **engine.step_metrics()}
+            samples = engine.global_samples
             numbers = HostCopy(list(metrics.values()))
             names = [f"Train/Samples/{name}" for name in metrics]
 

@@ -27,86 +27,12 @@ from ..comm.pending import Pending
 from ..device import named
 from ..errors import OptimizerError
 from ..zero import placeholder
-from ..zero.reduce import Bucket, BucketState, GradientReducer
-from ..zero.store import Access, DeviceStore, open_all
-from ..zero.unit import Unit, Writes
+from ..zero.reduce import Bucket, GradientReducer
+from ..zero.store import DeviceStore
+from ..zero.unit import Unit
 from .slices import ShardSlice
 from .step import ShardedOptimizer, StepMethod
 from .update_rule import SliceUpdate, UpdateRule
-
-# -- writes -----------------------------------------------------------------------------------------
-#
-# Notices what a script writes into parameters whose masters a backward pass has stepped already.
-
-
-class WritesBesideStep(Writes):
-    """Brings writes to the masters, but refuses those between a pass and the end of its step."""
-
-    _ahead = False
-    """Tells that the masters have been stepped, and the parameters not yet."""
-    _before: Tensor | None = None
-    """Keeps the values of an exposed unit whose masters are ahead."""
-
-    @classmethod
-    def of(cls, unit: Unit) -> WritesBesideStep:
-        """Return those of a unit, which has them from now on."""
-        if not isinstance(unit.writes, cls):
-            made = cls(unit)
-            made.__dict__.update(unit.writes.__dict__)
-            unit.writes = made
-        assert isinstance(unit.writes, cls)
-        return unit.writes
-
-    def step_ahead(self) -> None:
-        """Note that the masters are stepped now, before the parameters: until the next :meth:`bring` nothing
-        can be copied to them.
-        """
-        self._ahead = self.matter
-        if self._ahead and self._exposed:
-            self._before = self._unit.full.clone()
-
-    def expose(self) -> None:
-        super().expose()
-        if self._ahead and self._before is None:
-            self._before = self._unit.full.clone()
-
-    def forget(self) -> None:
-        super().forget()
-        self._ahead = False
-        self._before = None
-
-    def bring(self) -> None:
-        """Copy changed elements to the masters. Raises DiskError, and OptimizerError for what was written
-        after :meth:`step_ahead`.
-        """
-        if not self._ahead:
-            super().bring()
-            return
-        if self._count() != self._versions or (self._before is not None and not self._is_untouched()):
-            raise OptimizerError(
-                f"a parameter of {self._unit.name} was changed between the backward pass and engine.step(), "
-                "after zero_optimization.step_in_backward had stepped it. Change parameters after "
-                "engine.step(), and load the last checkpoint"
-            )
-        self._ahead = False
-        self._before = None
-
-    def _is_untouched(self) -> bool:
-        """Tell whether an exposed unit has what the step leaves: this rank's part is its masters' rounding,
-        stepped or not, and the others' parts are as they were.
-        """
-        unit = self._unit
-        before = self._before
-        assert before is not None and unit.store is not None
-        others = (slice(0, unit.start), slice(unit.stop, None))
-        if not all(torch.equal(before[part], unit.full[part]) for part in others):
-            return False
-        own = unit.full[unit.start : unit.stop]
-        with torch.no_grad(), open_all(unit.store, Access.MASTER) as tiles:
-            return all(
-                bool((tile.master.to(own.dtype) == own[tile.start : tile.stop]).all()) for _, _, tile in tiles
-            )
-
 
 # -- step -------------------------------------------------------------------------------------------
 
@@ -178,8 +104,23 @@ class BackwardStep(StepMethod):
 
     # -- a backward pass
 
-    def begin(self) -> None:
-        """Begin a pass, with the hyper-parameters of now."""
+    @property
+    def wants_each_sum(self) -> bool:  # type: ignore[override]  # it changes from pass to pass
+        """Tell whether each unit is clipped by its own norm, for which all ranks add up a number."""
+        return self.clips_units
+
+    def before_pass(self, reducer: GradientReducer) -> None:
+        """Begin a pass, with the hyper-parameters of now. Raises OptimizerError for a second pass."""
+        if not self.has_gradients:
+            self.check_unchanged()
+        else:
+            if not reducer.is_empty_pass:
+                raise OptimizerError(
+                    "second backward pass before engine.step(): zero_optimization.step_in_backward allows "
+                    "one per step. If another model's loss runs through this model, freeze this model "
+                    "during that pass (requires_grad_(False)) or detach its inputs"
+                )
+            reducer.clear()  # zeros: the pass reached no parameter, such as one of a model that was frozen
         for unit in self.units:
             if not unit.shard_params:
                 unit.wait_unsharded()
@@ -211,16 +152,30 @@ class BackwardStep(StepMethod):
             for group in self._optimizer.optimizer.param_groups
         ]
 
-    def announce(self, unit: Unit) -> None:
+    def before_another_gradient(self, unit: Unit) -> None:
+        """Raise OptimizerError: the unit has been stepped."""
+        raise OptimizerError(
+            f"{unit.name} got another gradient after its step in this backward pass: several reentrant "
+            "checkpoints use its parameters. Set use_reentrant=False or remove "
+            "zero_optimization.step_in_backward. Parameters have changed: load the last checkpoint"
+        )
+
+    def before_reduction(self, bucket: Bucket) -> None:
         """Note that a unit will be stepped when its gradient has been reduced, which begins now."""
+        if not bucket.is_complete:
+            return
+        unit = bucket.unit
         self.is_changed = True
         unit.stepped()
-        WritesBesideStep.of(unit).step_ahead()
+        unit.writes.step_ahead()
         if unit.shard_params:
             unit.updated = _NotInThisPass(self, unit)
 
-    def take(self, unit: Unit, *, at_once: bool) -> None:
-        """Take a unit's summed gradient; step the unit ``at_once``, or leave it to :meth:`start`."""
+    def take(self, bucket: Bucket) -> None:
+        """Step a unit that every gradient of this rank has reached. Others wait for :meth:`start`, when the
+        ranks have found out which parameters had no gradient on any of them.
+        """
+        unit = bucket.unit
         store = unit.store
         assert isinstance(store, DeviceStore)
         with torch.no_grad():
@@ -234,7 +189,7 @@ class BackwardStep(StepMethod):
             elif self._clip > 0 and self._by_value:
                 limit = self._clip * self._divisor
                 store.grad().clamp_(-limit, limit)
-            if at_once:
+            if bucket.is_complete:
                 self._step(unit, self._slices.get(id(unit), []))
             else:
                 self._waiting.append(unit)
@@ -278,7 +233,7 @@ class BackwardStep(StepMethod):
             "it raised an error, load the last checkpoint"
         )
 
-    def ends_in_error(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Tell whether an error, such as a hook's, is just ending the step, which stays half done."""
         if not (self._in_step and self.is_changed and sys.exc_info()[0] is not None):
             return False
@@ -299,7 +254,7 @@ class BackwardStep(StepMethod):
             "pass"
         )
 
-    def reset(self) -> None:
+    def drop_gradients(self) -> None:
         """Begin a new step."""
         self.is_changed = self.has_gradients = self._in_step = False
         self._squares.clear()
@@ -399,88 +354,9 @@ class _NotInThisPass(Pending):
             )
 
 
-# -- reducer ----------------------------------------------------------------------------------------
-#
-# Hands each unit's gradient to the step as soon as it is reduced.
-
-
-class SteppingReducer(GradientReducer):
-    """Reduces gradients, and has each unit stepped once its own is there."""
-
-    step: BackwardStep
-
-    def make_step(self, units: Sequence[Unit], clip: float, *, by_value: bool) -> BackwardStep:
-        """Return the object that steps ``units``; see :class:`BackwardStep`."""
-        self.step = BackwardStep(units, self.comm, clip, by_value=by_value)
-        return self.step
-
-    def begin(self) -> None:
-        """Begin a backward pass. Raises OptimizerError for a second one in a step."""
-        if not self.step.has_gradients:
-            self.step.check_unchanged()
-        else:
-            if not self.is_empty_pass:
-                raise OptimizerError(
-                    "second backward pass before engine.step(): zero_optimization.step_in_backward allows "
-                    "one per step. If another model's loss runs through this model, freeze this model "
-                    "during that pass (requires_grad_(False)) or detach its inputs"
-                )
-            self.clear()  # zeros: the pass reached no parameter, such as one of a model that was frozen
-        self.step.begin()
-        super().begin()
-
-    def _open(self, bucket: Bucket) -> None:
-        if bucket.state is BucketState.REDUCED:
-            raise OptimizerError(
-                f"{bucket.unit.name} got another gradient after its step in this backward pass: several "
-                "reentrant checkpoints use its parameters. Set use_reentrant=False or remove "
-                "zero_optimization.step_in_backward. Parameters have changed: load the last checkpoint"
-            )
-        super()._open(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        if _is_complete(bucket):
-            self.step.announce(bucket.unit)
-        super()._launch(bucket)
-        while self._in_flight and self.step.clips_units:
-            self._retire()  # in the order of the launches, which is that of all ranks
-
-    def arrived(self, bucket: Bucket) -> None:
-        """Step a unit that every gradient of this rank has reached.
-
-        Others wait for ``engine.step()``, where the ranks find out which parameters had no gradient on any of
-        them.
-        """
-        self.step.take(bucket.unit, at_once=_is_complete(bucket))
-
-    def finish(self) -> None:
-        """End the backward pass."""
-        super().finish()
-        self.step.end_pass()
-
-    def forget(self, unit: object, index: int) -> None:
-        """Drop the gradient of one parameter. Raises OptimizerError where it may have been used."""
-        self.step.check_droppable()
-        super().forget(unit, index)
-
-    def clear(self) -> None:
-        """Begin a new optimizer step. Raises OptimizerError if the present one is half done."""
-        if self.step.ends_in_error():
-            return
-        self.step.check_droppable()
-        super().clear()
-        self.step.reset()
-
-
 def check_step(unit: Unit) -> None:
     """Raise OptimizerError where a unit has been stepped in a backward pass that ``engine.step()`` has not
     ended: some values of the model are new then, and others not.
     """
-    if isinstance(unit.gradients, SteppingReducer):
-        unit.gradients.step.check()
-
-
-def _is_complete(bucket: Bucket) -> bool:
-    """Tell whether every parameter that is stepped has had a gradient on this rank."""
-    slots = bucket.unit.layout.slots
-    return all(used or slot.group < 0 for used, slot in zip(bucket.used, slots, strict=True))
+    if unit.gradients is not None and isinstance(unit.gradients.consumer, BackwardStep):
+        unit.gradients.consumer.check()

@@ -243,7 +243,7 @@ class OneBitStep(CollectiveStep):
     def _reducer(self) -> GradientReducer:
         """Return what collects the gradients of all units."""
         reducer = self.units[0].gradients
-        assert isinstance(reducer, GradientReducer)
+        assert reducer is not None
         return reducer
 
     def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:

@@ -20,10 +20,9 @@ from ..config import Config, ConfigError, Effective
 from ..environment import read_environment
 from ..errors import OptimizerError
 from ..log import detail, say, warn
-from ..zero.reduce import GradientReducer
 from ..zero.unit import Unit
 from .collective import CollectiveStep
-from .in_backward import SteppingReducer
+from .in_backward import BackwardStep
 from .lamb import Lamb, LambStep
 from .lion import Lion
 from .local_steps import refuse_local_steps
@@ -230,18 +229,18 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
         )
 
 
-def choose_reducer(
+def check_step_in_backward(
     optimizer: torch.optim.Optimizer | None, effective: Effective, comm: Comm, *, whole: bool
-) -> type[GradientReducer]:
-    """Return the class of the reducer: one that steps units in the backward pass, where the config asks for
-    that and there is an ``optimizer``. ``whole``: that gets whole tensors.
+) -> None:
+    """Check that units can be stepped in the backward pass, where the config asks for that and there is an
+    ``optimizer``. ``whole``: that gets whole tensors.
 
     Raises ConfigError where a step has several micro-batches, OptimizerError for an optimizer that has to see
     more than one unit's gradient.
     """
     config = effective.config
     if not config.zero_optimization.step_in_backward or optimizer is None:
-        return GradientReducer
+        return
     if config.gradient_accumulation_steps != 1:
         raise ConfigError(
             [
@@ -256,7 +255,6 @@ def choose_reducer(
         )
     if comm.rank == 0:
         say(f"step_in_backward: the optimizer steps each unit inside the backward pass; {_clipping(config)}")
-    return SteppingReducer
 
 
 def _clipping(config: Config) -> str:
@@ -287,14 +285,15 @@ def check_local_steps(optimizer: torch.optim.Optimizer | None, config: Config, c
 
 
 def choose_method(
-    optimizer: torch.optim.Optimizer | None, reducer: GradientReducer, config: Config, comm: Comm
+    optimizer: torch.optim.Optimizer, config: Config, comm: Comm
 ) -> Callable[[Sequence[Unit]], StepMethod] | None:
     """Return what makes the object that an optimizer, or a step in the backward pass, steps units with; None
     if they can be stepped all at once.
     """
-    if isinstance(reducer, SteppingReducer):
+    if config.zero_optimization.step_in_backward:
+        clip = float(config.gradient_clipping)
         by_value = config.zero_optimization.step_in_backward_clipping == "value"
-        return partial(reducer.make_step, clip=float(config.gradient_clipping), by_value=by_value)
+        return lambda units: BackwardStep(units, comm, clip, by_value=by_value)
     kind = collective_step_of(optimizer)
     return None if kind is None else (lambda units: kind(units, comm))
 

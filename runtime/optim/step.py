@@ -24,7 +24,7 @@ from ..comm.cut import whole_shape
 from ..device import all_on, named, to_device
 from ..errors import OptimizerError
 from ..precision import StepResult
-from ..zero.reduce import GradientReducer
+from ..zero.reduce import GradientConsumer, GradientReducer
 from ..zero.store import Access, DeviceStore, open_tiles, squares_of
 from ..zero.unit import Unit
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
@@ -217,7 +217,7 @@ def _fill_on_disk(part: ShardSlice, entries: Known) -> None:
 # Says what a way to step units has to do, and what the engine asks of it.
 
 
-class StepMethod:
+class StepMethod(GradientConsumer):
     """Steps the units that :class:`ShardedOptimizer` does not step itself; this class takes none of them.
 
     Subclasses step units off the device, units whose optimizer needs whole parameters, and units inside the
@@ -358,6 +358,7 @@ class ShardedOptimizer:
         self._whole = whole
         self._slices: list[ShardSlice] = []
         self.method = StepMethod() if make_method is None else make_method(self.units)
+        reducer.consumer = self.method
         self._on_device = on_device
         self._state_changed = False
         """Tells that this rank's state has been replaced since the last step."""

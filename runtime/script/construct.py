@@ -26,7 +26,7 @@ from ..optim.in_backward import check_step
 from ..precision import BufferTypes, choose_precision, dtype_named
 from ..zero import placeholder
 from ..zero.layout import make_layout
-from ..zero.placeholder import Owner, UnitState
+from ..zero.placeholder import UnitState
 from ..zero.policy import is_shardable
 from ..zero.unit import Unit, owner_of
 
@@ -282,7 +282,7 @@ class _Builder:
         unit.on_empty = end
         finalize(module, end)
 
-    def _on_demand(self, unit: Owner) -> bool:
+    def _on_demand(self, unit: Unit) -> bool:
         assert isinstance(unit, Unit)
         if not self._is_open:
             if placeholder.settings.empty_placeholders:

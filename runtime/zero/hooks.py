@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..comm.collectives import Comm
 from ..errors import DiskError, PeerLost
 from . import placeholder
-from .placeholder import Owner, UnitState
+from .placeholder import UnitState
 from .policy import Block, ShardingOptions
 from .reduce import GradientReducer
 from .saved_tensors import SavedTensors, outside_transforms
@@ -646,7 +646,7 @@ class ShardedModel:
                 if unit.shard_params:
                     unit.reshard()
 
-    def _on_demand(self, unit: Owner) -> bool:
+    def _on_demand(self, unit: Unit) -> bool:
         """Gather a sharded parameter that is used unannounced by a module hook, if inside a pass.
 
         From then on its unit is treated as the root's: it stays gathered through the whole pass, since
@@ -666,7 +666,7 @@ class ShardedModel:
             unit.wait_unsharded(rounded=True)
         return True
 
-    def _is_needed(self, unit: Owner) -> bool:
+    def _is_needed(self, unit: Unit) -> bool:
         """Tell whether a pass needs a unit that a script has gathered for a while and now lets go: a graph
         made without hooks on saved tensors holds its parameters, or its gradients are due.
 

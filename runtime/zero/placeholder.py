@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache, wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy
@@ -30,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import OffloadedError, ParameterError
 from .tensors import tensors_in
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 # -- ownership --------------------------------------------------------------------------------------
 #
@@ -59,43 +62,6 @@ class UnitState(Enum):
     """Means that only each rank's slice exists; the parameters are placeholders."""
     AWAY = auto()
     """Means that an unsharded unit's values are in host memory; the parameters are placeholders."""
-
-
-class Owner(Protocol):
-    """Manages a parameter: a unit, as the parameter sees it."""
-
-    trainable: bool
-    provisional: bool
-    names: list[str]
-    shapes: list[torch.Size]
-    index_of: dict[int, int]
-    on_demand: Callable[[Owner], bool] | None
-    """Called when a sharded parameter is used; returns whether its values have been gathered."""
-
-    def wait_unsharded(self) -> None:
-        """Wait until the parameters have their values."""
-
-    def expose(self) -> None:
-        """Note that ``data`` of a parameter has been handed out."""
-
-    def hides_gradient(self, parameter: torch.Tensor) -> bool:
-        """Tell whether the engine has taken a gradient of this parameter since the last step."""
-
-    def forget_gradient(self, parameter: torch.Tensor) -> None:
-        """Drop the gradient accumulated for this parameter since the last step."""
-
-
-class GradientBook(Protocol):
-    """Collects gradients and knows which parameters have had one since the last step."""
-
-    def has(self, unit: object, index: int) -> bool:
-        """Tell whether parameter ``index`` has had a gradient."""
-
-    def forget(self, unit: object, index: int) -> None:
-        """Drop the gradient of parameter ``index``."""
-
-    def clear(self) -> None:
-        """Drop all gradients."""
 
 
 def check_here(away: Collection[str], needed: Sequence[str], what: str) -> None:
@@ -221,7 +187,7 @@ class Settings:
 
 
 settings = Settings()
-_owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+_owners: WeakValueDictionary[int, Unit] = WeakValueDictionary()
 """Maps a parameter's id to its unit. Not an attribute of the parameter: that would be pickled with it."""
 
 _T = Tensor
@@ -250,7 +216,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def adopt(parameter: nn.Parameter, unit: Owner) -> None:
+def adopt(parameter: nn.Parameter, unit: Unit) -> None:
     """Record which unit a parameter belongs to. Raises ValueError if it already belongs to a live one."""
     if owner(parameter) is not None:
         raise ValueError("these parameters already belong to an engine: call its destroy() first")
@@ -263,7 +229,7 @@ def release(parameter: nn.Parameter) -> None:
     _owners.pop(id(parameter), None)
 
 
-def owner(parameter: Tensor) -> Owner | None:
+def owner(parameter: Tensor) -> Unit | None:
     """Return the unit of a parameter, if a live engine manages it."""
     unit = _owners.get(id(parameter))
     return unit if unit is not None and id(parameter) in unit.index_of else None

@@ -71,6 +71,12 @@ class Bucket:
     """Tells which parameters had a gradient in the current step."""
 
     @property
+    def is_complete(self) -> bool:
+        """Tell whether every parameter that is stepped has had a gradient on this rank."""
+        slots = self.unit.layout.slots
+        return all(used or slot.group < 0 for used, slot in zip(self.used, slots, strict=True))
+
+    @property
     def store(self) -> ShardStore:
         """Return the store of the unit, which is trained."""
         assert self.unit.store is not None
@@ -172,6 +178,40 @@ class _Reduction:
     """Tells that it is the first of its unit in this step: it replaces what was there."""
 
 
+class GradientConsumer:
+    """Uses the gradients of a backward pass as they arrive: a way to step units. This class leaves them in
+    the stores until the step.
+    """
+
+    wants_each_sum = False
+    """Tells that it takes each sum before the next reduction begins."""
+
+    def before_pass(self, reducer: GradientReducer) -> None:
+        """Prepare a backward pass. Raises OptimizerError if the step cannot have one more."""
+
+    def before_another_gradient(self, unit: Unit) -> None:
+        """Raise OptimizerError if a unit cannot have a gradient after its reduction in the same step."""
+
+    def before_reduction(self, bucket: Bucket) -> None:
+        """Take note that a unit is used no more in this pass on this rank, and that its reduction begins."""
+
+    def take(self, bucket: Bucket) -> None:
+        """Take a unit's sum, which is in its store."""
+
+    def end_pass(self) -> None:
+        """Take note that all sums of a pass have arrived."""
+
+    def check_droppable(self) -> None:
+        """Raise OptimizerError if gradients have been used that are to be dropped."""
+
+    def keeps_gradients(self) -> bool:
+        """Tell whether an error is ending the step, and what has arrived stays as it is."""
+        return False
+
+    def drop_gradients(self) -> None:
+        """Begin a new step."""
+
+
 class GradientReducer:
     """Collects gradients by unit and reduces each unit as soon as it is complete.
 
@@ -185,6 +225,8 @@ class GradientReducer:
     def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
         self.comm = comm
         self.options = options
+        self.consumer = GradientConsumer()
+        """Is told of each unit's gradients; the step method of the engine's optimizer, if there is one."""
         self.sync = True
         """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
         self.local = False
@@ -247,7 +289,10 @@ class GradientReducer:
         return tensor
 
     def forget(self, unit: object, index: int) -> None:
-        """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk."""
+        """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk,
+        OptimizerError where it may have been used.
+        """
+        self.consumer.check_droppable()
         bucket = self._buckets[id(unit)]
         if not bucket.used[index]:
             return
@@ -266,10 +311,14 @@ class GradientReducer:
         bucket.written[index] = bucket.used[index] = False
 
     def clear(self) -> None:
-        """Begin a new optimizer step, with nothing accumulated.
+        """Begin a new optimizer step, with nothing accumulated. Raises OptimizerError if the present one is
+        half done.
 
         What a backward pass that ended in an exception has left under way is finished and dropped.
         """
+        if self.consumer.keeps_gradients():
+            return
+        self.consumer.check_droppable()
         while self._in_flight:
             left = self._in_flight.popleft()
             left.pending.wait()
@@ -283,6 +332,7 @@ class GradientReducer:
         self._unsent = False
         for bucket in self._buckets.values():
             self._clear_bucket(bucket)
+        self.consumer.drop_gradients()
 
     @staticmethod
     def _clear_bucket(bucket: Bucket) -> None:
@@ -318,7 +368,8 @@ class GradientReducer:
         return bool(self._in_flight) or (self.options.transient and lent)
 
     def begin(self) -> None:
-        """Begin a backward pass."""
+        """Begin a backward pass. Raises OptimizerError if the step cannot have one more."""
+        self.consumer.before_pass(self)
         for bucket in self._buckets.values():
             bucket.unit.check_here(VALUES, GRADIENTS)
             bucket.await_all()
@@ -353,6 +404,8 @@ class GradientReducer:
     def _open(self, bucket: Bucket) -> None:
         """Prepare a bucket for local gradients. What it has reduced in this step is saved first."""
         unit = bucket.unit
+        if bucket.state is BucketState.REDUCED:
+            self.consumer.before_another_gradient(unit)
         if self.options.transient:
             if len(self._in_flight) >= MAX_IN_FLIGHT:
                 self._retire()
@@ -394,6 +447,7 @@ class GradientReducer:
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
+        self.consumer.before_reduction(bucket)
         if not bucket.is_collecting:
             self._open(bucket)
         assert bucket.tensor is not None
@@ -411,6 +465,9 @@ class GradientReducer:
         if self.options.transient:
             bucket.set_tensor(None)
         bucket.move(BucketState.REDUCED)
+        # In the order of the launches, which is that of all ranks: taking a sum may be collective.
+        while self._in_flight and self.consumer.wants_each_sum:
+            self._retire()
 
     def _reduce_transient(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
@@ -452,10 +509,7 @@ class GradientReducer:
             done.shard.add_(bucket.carry)
             bucket.carry = None
         bucket.store.add_grad(done.shard, first=done.first, stays=not self.options.transient)
-        self.arrived(bucket)
-
-    def arrived(self, bucket: Bucket) -> None:
-        """Do nothing more with a unit's gradient, which is in its store; a subclass may."""
+        self.consumer.take(bucket)
 
     def finish(self) -> None:
         """End the backward pass: reduce what is incomplete or came twice, and wait for every reduction."""
@@ -464,6 +518,7 @@ class GradientReducer:
         else:
             self._unsent = True
         self._pool.end_pass()
+        self.consumer.end_pass()
 
     def reduce_rest(self) -> None:
         """Reduce what passes without a reduction have left, if the last one was such a pass. Collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,22 @@ from torch import Tensor, nn
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
 from ..device import named
+from ..errors import OptimizerError
 from . import placeholder
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
-from .placeholder import GRADIENTS, MASTERS, VALUES, GradientBook, Owner, UnitState, check_here
+from .placeholder import GRADIENTS, MASTERS, VALUES, UnitState, check_here
 from .store import (
     Access,
     DeviceStores,
     DeviceValues,
     ShardFacts,
-    ShardStore,
     StoreFactory,
-    ValueStore,
     open_all,
     take_changed,
 )
+
+if TYPE_CHECKING:
+    from .reduce import GradientReducer
 
 # -- external writes --------------------------------------------------------------------------------
 #
@@ -35,34 +37,13 @@ from .store import (
 # Where the optimizer's master values are not the memory that the model reads (16-bit training, offloaded
 # state), the next step would undo a change in place (weight clipping, an averaged model). Writing through
 # autograd's view of a parameter moves its version counter; ``parameter.data`` does not, so reading that
-# marks
-# the unit.
-
-
-class WrittenUnit(Owner, Protocol):
-    """Describes a unit whose parameters may be written to."""
-
-    name: str
-    parameters: list[nn.Parameter]
-    full: Tensor
-    start: int
-    stop: int
-    shard_params: bool
-    is_rounded: bool
-    store: ShardStore | None
-    values: ValueStore
-
-    def own_part(self) -> Tensor:
-        """Return this rank's slice of the flat buffer."""
-
-    def references(self) -> int:
-        """Count the tensors on the flat buffer's memory."""
+# marks the unit.
 
 
 class Writes:
     """Notices that a unit's parameters may have been written to since :meth:`forget`."""
 
-    def __init__(self, unit: WrittenUnit) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._exposed = False
         self._versions = self._references = 0
@@ -70,6 +51,10 @@ class Writes:
         """Keeps this rank's slice of a unit that was rounded on its way, as it has arrived."""
         self._each: list[int] = []
         """Keeps each parameter's version when a sharded unit was gathered."""
+        self._masters_ahead = False
+        """Tells that the masters have been stepped, and the parameters not yet: :meth:`step_ahead`."""
+        self._before: Tensor | None = None
+        """Keeps the values of an exposed unit whose masters are ahead."""
 
     @property
     def matter(self) -> bool:
@@ -86,6 +71,17 @@ class Writes:
         if self._unit.is_rounded and not self._exposed:
             self._rounded = self._unit.own_part().clone()
         self._exposed = True
+        if self._masters_ahead and self._before is None:
+            self._before = self._unit.full.clone()
+
+    def step_ahead(self) -> None:
+        """Note that a backward pass steps the masters now, before the parameters. What is written into these
+        until the next :meth:`bring` cannot be copied to the masters: an element that differs from its master
+        may be a write, or the step.
+        """
+        self._masters_ahead = self.matter
+        if self._masters_ahead and self._exposed:
+            self._before = self._unit.full.clone()
 
     def forget(self) -> None:
         """Note that the masters agree with the parameters."""
@@ -97,6 +93,8 @@ class Writes:
             self._references = self._references or references
             # a script that still holds such a tensor may write to it once more
             self._exposed = self._exposed and references > self._references
+        self._masters_ahead = False
+        self._before = None
 
     def arrive(self) -> None:
         """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
@@ -129,8 +127,20 @@ class Writes:
         return sum(parameter._version for parameter in self._unit.parameters)
 
     def bring(self) -> None:
-        """Copy every element that is not its master's rounding to the masters. Raises DiskError."""
+        """Copy every element that is not its master's rounding to the masters. Raises DiskError, and
+        OptimizerError for what was written after :meth:`step_ahead`.
+        """
         unit = self._unit
+        if self._masters_ahead:
+            if self._count() != self._versions or (self._before is not None and not self._is_untouched()):
+                raise OptimizerError(
+                    f"a parameter of {unit.name} was changed between the backward pass and engine.step(), "
+                    "after zero_optimization.step_in_backward had stepped it. Change parameters after "
+                    "engine.step(), and load the last checkpoint"
+                )
+            self._masters_ahead = False
+            self._before = None
+            return
         if not self.matter or not (self._exposed or self._count() != self._versions):
             return
         assert unit.store is not None
@@ -139,6 +149,22 @@ class Writes:
             for _, _, tile in tiles:
                 take_changed(tile.master, own[tile.start : tile.stop])
         self.forget()
+
+    def _is_untouched(self) -> bool:
+        """Tell whether an exposed unit has what a step in the backward pass leaves: this rank's shard is its
+        masters' rounding, stepped or not, and the others' shards are as they were.
+        """
+        unit = self._unit
+        before = self._before
+        assert before is not None and unit.store is not None
+        others = (slice(0, unit.start), slice(unit.stop, None))
+        if not all(torch.equal(before[part], unit.full[part]) for part in others):
+            return False
+        own = unit.full[unit.start : unit.stop]
+        with torch.no_grad(), open_all(unit.store, Access.MASTER) as tiles:
+            return all(
+                bool((tile.master.to(own.dtype) == own[tile.start : tile.stop]).all()) for _, _, tile in tiles
+            )
 
 
 # -- unit -------------------------------------------------------------------------------------------
@@ -198,7 +224,7 @@ class Unit:
         self.copies = copies * self.data.size // (self.link.shards if shard_optimizer else 1)
         self.generation = 0
         self.writes = Writes(self)
-        self.gradients: GradientBook | None = None
+        self.gradients: GradientReducer | None = None
         """Collects the gradients of its parameters."""
         self.comm = comm
         self.dtype = dtype
@@ -210,8 +236,8 @@ class Unit:
         self.poison = poison
         self.stage3 = shard_params if stage3 is None else stage3
         self.state = UnitState.UNSHARDED
-        self.on_demand: Callable[[Owner], bool] | None = None
-        self.is_needed: Callable[[Owner], bool] | None = None
+        self.on_demand: Callable[[Unit], bool] | None = None
+        self.is_needed: Callable[[Unit], bool] | None = None
         """Called when the last hold ends; returns whether a pass still needs the values."""
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
@@ -552,7 +578,7 @@ class Unit:
         self._point(self._views, [kinds.managed for kinds in self._kinds])
         self.on_demand = None
 
-    def _refuse(self, unit: Owner) -> bool:
+    def _refuse(self, unit: Unit) -> bool:
         self.check_here(VALUES)
         return False
 

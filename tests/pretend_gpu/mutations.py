@@ -202,9 +202,9 @@ def _heads_are_computed_before_they_arrive() -> list[Change]:
 
 
 def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
-    from zlaunch.runtime.optim.in_backward import SteppingReducer
+    from zlaunch.runtime.zero.reduce import GradientReducer
 
-    retire = SteppingReducer._retire
+    retire = GradientReducer._retire
 
     def too_early(self: Any) -> None:
         pending = self._in_flight[0].pending
@@ -212,7 +212,7 @@ def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:
         work.work, work._keep = None, ()
         retire(self)
 
-    return [(SteppingReducer, "_retire", too_early)]
+    return [(GradientReducer, "_retire", too_early)]
 
 
 def _signs_are_read_before_they_arrive() -> list[Change]:

@@ -26,12 +26,11 @@ from zlaunch.runtime.checkpoint.shard_io import (
 from zlaunch.runtime.comm.nodes import divides_layers, has_groups
 from zlaunch.runtime.engine import Engine, engine_of
 from zlaunch.runtime.errors import UnsupportedError
-from zlaunch.runtime.optim.in_backward import SteppingReducer, check_step
+from zlaunch.runtime.optim.in_backward import BackwardStep, check_step
 from zlaunch.runtime.optim.step import ShardedOptimizer
 from zlaunch.runtime.optim.uncorrected_adam import UncorrectedAdam
 from zlaunch.runtime.zero.layout import Slot
 from zlaunch.runtime.zero.placeholder import STATES
-from zlaunch.runtime.zero.reduce import GradientReducer
 from zlaunch.runtime.zero.unit import Unit, owner_of
 
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -209,14 +208,14 @@ class _Parameter:
     def own_grad(self) -> Tensor | None:
         """View this rank's part of the summed gradient, if a backward pass has left one."""
         store = self.unit.store
-        if isinstance(self.unit.gradients, SteppingReducer):
+        if self.unit.gradients is not None and isinstance(self.unit.gradients.consumer, BackwardStep):
             raise UnsupportedError(
                 f"the gradient of {self.unit.names[self.index]} cannot be read or set: "
                 "zero_optimization.step_in_backward uses and frees it inside the backward pass"
             )
         if store is None or not store.has_grad:
             return None
-        if isinstance(self.unit.gradients, GradientReducer) and self.unit.gradients.local:
+        if self.unit.gradients is not None and self.unit.gradients.local:
             raise UnsupportedError(
                 f"the gradient of {self.unit.names[self.index]} cannot be read or set: in compressed "
                 "steps each rank has its own gradients, and no rank has their average"

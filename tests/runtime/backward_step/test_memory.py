@@ -37,13 +37,13 @@ def _measure(stage: int) -> dict[str, Any]:
         options = settings(stage, step_in_backward=stepping)
         engine, *_ = zlaunch.initialize(model=net(depth=DEPTH).double(), config=options)
         seen: list[int] = []
-        arrived = engine._reducer.arrived
+        take = engine._reducer.consumer.take
 
-        def look(bucket: Any, arrived: Any = arrived, seen: Any = seen, engine: Any = engine) -> None:
+        def look(bucket: Any, take: Any = take, seen: Any = seen, engine: Any = engine) -> None:
             seen.append(_gradient_bytes(engine))
-            arrived(bucket)
+            take(bucket)
 
-        setattr(engine._reducer, "arrived", look)  # noqa: B010  # a method
+        setattr(engine._reducer.consumer, "take", look)  # noqa: B010  # a method
         train_engine(engine, batches(4, SAMPLES))
         found[f"peak {stepping}"] = max(seen)
         found[f"state {stepping}"] = {k: v.clone() for k, v in engine.module.state_dict().items()}

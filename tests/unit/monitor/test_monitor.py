@@ -11,7 +11,7 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -243,7 +243,7 @@ class Loop:
 @pytest.mark.parametrize(("rate", "written"), [(0.25, True), (torch.tensor(0.25), True), (None, False)])
 def test_a_step_of_an_optimizer_with_any_rate(rate: Any, written: bool, tmp_path: Path) -> None:
     monitor = opened(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "."})
-    monitor.after_step(Loop(rate))
+    monitor.after_step(cast(Any, Loop(rate)))
     monitor.close()
     assert rows(tmp_path / "Train_Samples_train_loss.csv")[1] == ["4", "1.5"]
     assert rows(tmp_path / "Train_Samples_grad_norm.csv")[1] == ["4", "2.0"]

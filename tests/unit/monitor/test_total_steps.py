@@ -28,7 +28,7 @@ def found(
     *, scheduler: Any = None, loader: Any = None, steps: int = 0, micro_batches: int = 1, **config: Any
 ) -> dict[str, int]:
     """The number for a loop."""
-    loop = SimpleNamespace(
+    loop: Any = SimpleNamespace(
         training_dataloader=loader,
         lr_scheduler=scheduler,
         global_steps=steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,15 +47,26 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def walk_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that a run of the module reaches."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from walk_run(node)
+
+
 @cache
 def imports(name: str) -> frozenset[str]:
-    """The modules that one imports, at its top, inside of functions and for type checkers."""
+    """The modules that one imports, at its top and inside of functions. Blocks ``if TYPE_CHECKING:`` do not
+    count: an annotation may name the class that a parameter is of, even where that is built from this module.
+    """
     if name == "zlaunch":  # it imports nothing: it names what is loaded when somebody asks for it
         return frozenset()
     path = modules()[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in walk_run(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
