@@ -91,9 +91,18 @@ class Checkpointer:
         self._folder: Path | None = None
         """Folder of the last save, or of the checkpoint that the run was resumed from."""
         self.save_weights = save_weights
-        self.wait = self._background.wait
-        self.poll = self._background.poll
-        self.close = self._background.close
+
+    def wait(self) -> None:
+        """Wait for a background save to end. Collective. Raises its error, such as CheckpointError."""
+        self._background.wait()
+
+    def poll(self) -> None:
+        """Raise what a save in the background has failed with. Collective."""
+        self._background.poll()
+
+    def close(self) -> None:
+        """End a background save; the engine is destroyed."""
+        self._background.close()
 
     def check(self) -> None:
         """Raise CheckpointError if a load has ended half-way: there are values of two states then."""

@@ -322,15 +322,12 @@ class CheckpointerWithSnapshots(Checkpointer):
         """Take a Checkpointer's arguments, and the snapshots."""
         super().__init__(*parts, **named)
         self._snapshots = snapshots
-        close = self.close
 
-        def close_both() -> None:
-            try:
-                snapshots.close()
-            finally:
-                close()
-
-        self.close = close_both
+    def close(self) -> None:
+        try:
+            self._snapshots.close()
+        finally:
+            super().close()
 
     def prepare(self) -> None:
         super().prepare()

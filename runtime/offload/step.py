@@ -17,7 +17,7 @@ from ..optim.slices import ShardSlice
 from ..optim.step import StepMethod
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import Range
-from ..zero.store import Access, DeviceStore, ShardStore, TileView, open_tiles
+from ..zero.store import Access, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
 
 # -- offloaded step ---------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def _work(slices: Sequence[ShardSlice]) -> list[_Work]:
     for own in by_unit.values():
         unit = own[0].unit
         store = own[0].unit.store
-        if store is None or isinstance(store, DeviceStore) or not store.has_grad:
+        if store is None or store.on_device or not store.has_grad:
             continue
         tiles = [
             (tile, inside)
@@ -155,15 +155,15 @@ class BackgroundStep(StepMethod):
 
     @property
     def _units(self) -> list[Unit]:
-        return [unit for unit in self._all_units if not isinstance(unit.store, DeviceStore)]
+        return [unit for unit in self._all_units if self.takes(unit)]
 
     def takes(self, unit: Unit) -> bool:
         """Tell whether ``unit`` is off the device."""
-        return not isinstance(unit.store, DeviceStore)
+        return unit.store is None or not unit.store.on_device
 
     def brings(self, unit: Unit) -> bool:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
-        return self._background and not isinstance(unit.store, DeviceStore)
+        return self._background and self.takes(unit)
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""

@@ -28,7 +28,6 @@ from ..device import named
 from ..errors import OptimizerError
 from ..zero import placeholder
 from ..zero.reduce import Bucket, GradientReducer
-from ..zero.store import DeviceStore
 from ..zero.unit import Unit
 from .slices import ShardSlice
 from .step import ShardedOptimizer, StepMethod
@@ -177,7 +176,7 @@ class BackwardStep(StepMethod):
         """
         unit = bucket.unit
         store = unit.store
-        assert isinstance(store, DeviceStore)
+        assert store is not None and store.on_device
         with torch.no_grad():
             squares = store.grad_squares()
             square = torch.stack(squares).sum() / unit.copies if squares else self._nothing()
@@ -200,7 +199,7 @@ class BackwardStep(StepMethod):
     def _step(self, unit: Unit, slices: Sequence[ShardSlice]) -> None:
         """Step slices of a unit, and release its gradient."""
         store = unit.store
-        assert isinstance(store, DeviceStore)
+        assert store is not None and store.on_device
         narrow = store.narrow_copy
         updates = []
         for part in slices:
@@ -209,8 +208,7 @@ class BackwardStep(StepMethod):
             updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
         with named(f"step {unit.name}"):
             self._rule.apply(updates, self._optimizer.optimizer.state)
-        if narrow is None:
-            unit.values.write(0, store.master)
+        store.publish(copy_is_new=True)
         store.drop_grad()
         store.grad_memory = None
 

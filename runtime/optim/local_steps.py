@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..errors import OptimizerError
-from ..zero.store import Access, DeviceStore, OpenTile, TileView, open_all
+from ..zero.store import Access, OpenTile, TileView, open_all
 from ..zero.unit import Unit
 from .collective import ParameterPart, by_group, cache_sized, each_tile
 from .sign_exchange import Average, SignExchange, UnitTurn, clear_without_variance
@@ -173,7 +173,7 @@ class LocalSteps:
 
 def is_whole(unit: Unit) -> bool:
     """Tell whether each rank has all of a unit's weights, in the memory of the device."""
-    return unit.stop - unit.start == unit.numel and isinstance(unit.store, DeviceStore)
+    return unit.stop - unit.start == unit.numel and unit.store is not None and unit.store.on_device
 
 
 def refuse_local_steps(most: int, reasons: Mapping[str, bool]) -> None:

@@ -16,7 +16,7 @@ from ..comm.collectives import Comm
 from ..device import to_device
 from ..errors import OptimizerError
 from ..zero.reduce import GradientReducer
-from ..zero.store import Access, DeviceStore, TileView, open_all, squares_of
+from ..zero.store import Access, TileView, open_all, squares_of
 from ..zero.unit import Unit
 from .collective import CollectiveStep, ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
 from .lamb import Norms, check_rates, trust_ratio
@@ -371,7 +371,9 @@ class OneBitStep(CollectiveStep):
             if following is not None:
                 coming = begin(following)
             unit = turn.unit
-            place = self.comm.device if isinstance(unit.store, DeviceStore) else torch.device("cpu")
+            place = (
+                self.comm.device if unit.store is not None and unit.store.on_device else torch.device("cpu")
+            )
             yield replace(turn, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
 
     def _begin(self, turn: UnitTurn) -> Average:
@@ -548,8 +550,8 @@ class ZeroOneAdamStep(OneBitAdamStep):
             self._meet(self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True))
             self.await_uploads()
             for unit in self.units:
-                if isinstance(unit.store, DeviceStore) and unit.store.narrow_copy is None:
-                    unit.values.write(0, unit.store.master)
+                if unit.store is not None:
+                    unit.store.publish(copy_is_new=True)
                 unit.refresh()
                 unit.wait_unsharded()
                 unit.stepped()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...cuda_ops.narrow_state import narrow_as, widen_all
 from ..zero.policy import is_shardable
-from ..zero.store import DeviceStore, TileView
+from ..zero.store import TileView
 from ..zero.unit import Unit
 from .update_rule import State, is_elementwise
 
@@ -87,7 +87,7 @@ def make_slices(units: Sequence[Unit], whole: bool) -> list[ShardSlice]:
         assert store is not None
         for piece in unit.pieces:
             ranges = [(piece.start, piece.stop)]
-            if not isinstance(store, DeviceStore):
+            if not store.on_device:
                 ranges = [cut for cut in store.cuts if piece.start <= cut[0] and cut[1] <= piece.stop]
             for start, stop in ranges:
                 leaf = None

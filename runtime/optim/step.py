@@ -25,7 +25,7 @@ from ..device import all_on, named, to_device
 from ..errors import OptimizerError
 from ..precision import StepResult
 from ..zero.reduce import GradientConsumer, GradientReducer
-from ..zero.store import Access, DeviceStore, open_tiles, squares_of
+from ..zero.store import Access, open_tiles, squares_of
 from ..zero.unit import Unit
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
 from .update_rule import SliceUpdate, State, UpdateRule
@@ -561,13 +561,11 @@ class ShardedOptimizer:
         """Sum the squares of every cut of units that so many ranks keep, in the units' order."""
         units = [unit for unit in self.units if unit.copies == copies]
         stores = [unit.store for unit in units if unit.store is not None and unit.store.has_grad]
-        here = [store for store in stores if isinstance(store, DeviceStore)]
+        here = [store for store in stores if store.on_device]
         found = iter(squares_of([part for store in here for part in store.grad_parts()]))
         squares: list[Tensor] = []
         for store in stores:
-            squares += (
-                islice(found, len(store.cuts)) if isinstance(store, DeviceStore) else store.grad_squares()
-            )
+            squares += islice(found, len(store.cuts)) if store.on_device else store.grad_squares()
         return all_on(squares, self._comm.device)
 
     def _apply(self, used: list[bool], divisor: Scalar, found_inf: Tensor | None = None) -> None:
@@ -582,8 +580,8 @@ class ShardedOptimizer:
         stay = [u for u in self.units if not u.shard_params and not self.method.brings(u)]
         with torch.no_grad():
             for unit in self.units:
-                if isinstance(unit.store, DeviceStore) and (all_may_differ or unit.store.narrow_copy is None):
-                    unit.values.write(0, unit.store.master)
+                if unit.store is not None:
+                    unit.store.publish(copy_is_new=not all_may_differ)
         for unit in stay:
             unit.refresh()
         if self._comm.drain():
@@ -599,9 +597,9 @@ class ShardedOptimizer:
         updates = []
         for part in self._slices:
             store = part.unit.store
-            if self.method.takes(part.unit):
+            if store is None or not store.on_device or self.method.takes(part.unit):
                 continue
-            if isinstance(store, DeviceStore) and part.leaf is not None and part.used and store.has_grad:
+            if part.leaf is not None and part.used and store.has_grad:
                 out = None if store.narrow_copy is None else part.of(store.narrow_copy)
                 updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
         return updates

@@ -24,7 +24,6 @@ from ..zero.hooks import ShardedModel
 from ..zero.placeholder import STATES
 from ..zero.policy import UnitFactory
 from ..zero.reduce import GradientReducer
-from ..zero.store import DeviceStore
 from ..zero.unit import Unit
 from .accept import untrainable
 from .optimizer import MARK, check_mark, unguard
@@ -171,7 +170,7 @@ def nonfinite_names(units: Sequence[Unit]) -> list[str]:
         store = unit.store
         if store is None or not store.has_grad:
             continue
-        if isinstance(store, DeviceStore):
+        if store.on_device:
             for index, first, last in unit.layout.overlaps(unit.start, unit.stop):
                 if not bool(torch.isfinite(store.grad()[first - unit.start : last - unit.start]).all()):
                     names.append(unit.names[index])
@@ -240,7 +239,7 @@ def whole_state(step: ShardedOptimizer) -> WholeState | None:
         unit = part.unit
         leaf = part.leaf
         is_whole = unit.stop - unit.start == unit.numel
-        if not is_whole or leaf is None or not isinstance(unit.store, DeviceStore):
+        if not is_whole or leaf is None or unit.store is None or not unit.store.on_device:
             return None
         entries = widen_all(part.entries(step.optimizer.state))
         first = unit.start + part.start

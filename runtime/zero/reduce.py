@@ -14,7 +14,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
 from ..device import named
 from .placeholder import GRADIENTS, VALUES
-from .store import DeviceStore, ShardStore
+from .store import ShardStore
 from .unit import Unit
 
 # -- bucket -----------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class GradientReducer:
             for tensor in (bucket.tensor, bucket.carry, *bucket.views):
                 if tensor is not None:
                     yield tensor
-            if isinstance(bucket.store, DeviceStore) and bucket.store.grad_memory is not None:
+            if bucket.store.grad_memory is not None:
                 yield bucket.store.grad_memory
 
     def release_buffers(self) -> None:

@@ -131,6 +131,10 @@ class OpenTile:
 class ShardStore(ABC):
     """Keeps what this rank updates of a unit."""
 
+    on_device = False
+    """Tells whether master values and gradient are on the compute device."""
+    grad_memory: Tensor | None = None
+    """Holds the gradient on the device, where it stays there from step to step."""
     state_room: int | None = None
     """On disk: how many tensors of optimizer state there is room for; None where the optimizer has them."""
 
@@ -147,6 +151,16 @@ class ShardStore(ABC):
         """Tells whether a gradient of the present step has been reduced into it."""
         self.reader: Pending = DONE
         """Keeps a background step that still reads the gradient."""
+
+    @property
+    def narrow_copy(self) -> Tensor | None:
+        """Return the values kept in another dtype than the master's, if there are any on the device."""
+        return None
+
+    def publish(self, *, copy_is_new: bool) -> None:
+        """Write new master values to where gathers read, unless the step has written :attr:`narrow_copy` and
+        ``copy_is_new``. Off the device each tile is published when it is stepped, and this does nothing.
+        """
 
     @property
     def has_room(self) -> bool:
@@ -290,12 +304,11 @@ class DeviceValues(ValueStore):
 class DeviceStore(ShardStore):
     """Keeps master values and gradient on the device; the optimizer has the state."""
 
+    on_device = True
     master: Tensor
 
     def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
         super().__init__(master, values, cuts, [(0, master.numel())])
-        self.grad_memory: Tensor | None = None
-        """Holds the gradient, kept from step to step."""
         self._rest = master.dtype
 
     @property
@@ -304,6 +317,11 @@ class DeviceStore(ShardStore):
         if isinstance(self.values, DeviceValues) and self.values.tensor.dtype != self.master.dtype:
             return self.values.tensor
         return None
+
+    def publish(self, *, copy_is_new: bool) -> None:
+        """Write new master values to where gathers read."""
+        if not copy_is_new or self.narrow_copy is None:
+            self.values.write(0, self.master)
 
     def open(self, tile: Range, access: Access) -> OpenTile:
         """Show a part of the shard."""
