@@ -139,75 +139,64 @@ def build_engine(
     config: Any,
     mesh_param: Any = None,
 ) -> tuple[E, torch.optim.Optimizer | None, EngineLoader | None, Any]:
-    """Build an engine of class ``kind`` with all its parts; see :func:`zlaunch.initialize`."""
+    """Build an engine of class ``kind`` with all its parts; see :func:`zlaunch.initialize`.
+
+    Eight phases. Each uses what those before it have made, and what fails on one rank fails on all: from the
+    second phase on, ranks tell each other.
+    """
     if mpu is not None or mesh_param is not None:
         raise ValueError("mpu and mesh_param are not supported: set the config's parallel section")
-    loaded = load(config)
-    refuse_open(loaded)
-    set_level(loaded.config.log_level)
-    _choose_kernels()
+
+    # 1. The config, first: its errors need no process group, and no other rank that would wait.
+    loaded = _read_config(config)
+
+    # 2. The ranks. The watch for deadlocks begins before the first collective.
     deadlock.install()
     comm = _join_ranks(loaded)
     preemption.install()
-    hidden, hidden_from = find_hidden_size(model)
-    effective = resolve(
-        loaded,
-        world_size=comm.world_size,
-        **read_restarts(),
-        hidden_size=hidden,
-        hidden_size_from=hidden_from,
-    )
-    if comm.rank == 0:
-        for warning in (*loaded.warnings, *effective.guesses(), *effective.batch_warnings):
-            warn(warning)
-        for line in effective.resolved_auto():
-            detail(line)
-        # DeepSpeed scripts get another engine class; defaults that differ from DeepSpeed's are told to them.
-        if kind is not Engine:
-            for line in effective.changed_defaults():
-                say(line)
+
+    # 3. "auto" values, which depend on the number of ranks, on the model, and on an earlier attempt.
+    effective = _resolve_config(loaded, model, comm, is_compat=kind is not Engine)
+
+    # 4. The model's division between ranks, before an optimizer takes parameters: each rank keeps its shards
+    #    of shared layers, and the layers of its stages. The checks come first, while every rank has the same
+    #    model.
     _check_parameters(model, comm)
     check_consistency(model, effective.digest(), comm)
     share_layers(model, effective.config, comm)
     pipeline = divide_layers(model, effective.config, comm)
-    parts = share_sequences(model, effective.config, comm)
+    loss_parts = share_sequences(model, effective.config, comm)
+
+    # 5. What the script may replace by its own: trackers, precision, optimizer. Whether the optimizer suits
+    #    the config is checked before memory is taken. Checkpointed activations wrap forwards, and a stage's
+    #    forwards wrap those: in this order.
     monitor = open_monitor(effective, comm)
     precision = settle_precision(effective.config, comm)
     overflow_hint = find_overflow_hint(model, effective.config)
     if overflow_hint and comm.rank == 0:
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
-    overridden = []
-    if optimizer is not None and client is not None:
-        overridden += effective.override("optimizer", type(client).__name__)
-    if lr_scheduler is not None:
-        overridden += effective.override("scheduler", "its own scheduler")
-    if comm.rank == 0:
-        for warning in overridden:
-            warn(warning)
-    checkpointing.apply(model, loaded.config.activation_checkpointing, comm, parts)
+    _tell_overridden(effective, comm, optimizer, client, lr_scheduler)
+    checkpointing.apply(model, loaded.config.activation_checkpointing, comm, loss_parts)
     if pipeline is not None:
         install_forwards(pipeline.line, pipeline.passes)
     whole_steps = pipeline is not None or "pipeline" in loaded.raw or kind.trains_whole_steps
-    if whole_steps and not effective.config.managed_gradient_accumulation:
-        raise ConfigError(
-            [
-                f"{loaded.origin}: managed_gradient_accumulation: false is not supported with pipeline "
-                "parallelism, where train_batch() counts the micro-batches of a step: remove it"
-            ]
-        )
-
+    _check_whole_steps(effective, whole_steps)
     if client is not None:
         check_narrow(client, effective.config, precision.dtype)
     whole = client is not None and _needs_whole(client, effective, comm)
     check_step_in_backward(client, effective, comm, whole=whole)
     check_local_steps(client, effective.config, comm)
+
+    # 6. The plan of units, and whether a rank's memory suffices for it: before any of it is allocated.
     blocks, options = _plan(model, effective, comm)
     offload, setting = _make_offload(effective, client, blocks, options, precision, comm, model)
-    on_gpu = comm.device.type == "cuda"
 
+    # 7. The shards. From here on parameters live in units; what exists is closed if a later part fails, so
+    #    that the script gets its model back.
+    on_gpu = comm.device.type == "cuda"
     step = None
-    with ExitStack() as undo:  # what exists so far is closed if a later part fails
+    with ExitStack() as undo:
         if offload is not None:
             undo.callback(offload.close)
         stores = offload or DeviceStores(precision.narrow_masters)
@@ -227,6 +216,9 @@ def build_engine(
             )
         scheduler = _make_scheduler(lr_scheduler, effective, client)
         undo.pop_all()
+
+    # 8. The engine, and what surrounds it. Optimizer and model are bound to it last, when every call that
+    #    they lead to it works.
     scaler: LossScaler | DeviceLossScaler = precision.scaler
     if scaler.dynamic and step is not None and step.decides_on_device:
         scaler = DeviceLossScaler(precision.scaler, comm.device)
@@ -240,15 +232,14 @@ def build_engine(
         handles=Handles(sharded, reducer, step, factory, effective.config, precision.dtype),
     )
     checkpoints = make_checkpointer(
-        *(engine, sharded, step),
+        engine,
+        sharded,
+        step,
         scaler=scaler,
         effective=effective,
         make_link=partial(HostLink, comm.device, pin=on_gpu),
         save_weights=partial(save_weights, sharded),
     )
-
-    disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
-
     adviser = MemoryAdviser(
         setting,
         sharded.units,
@@ -264,6 +255,7 @@ def build_engine(
         return adviser.explain(asked_bytes, where, *sizes)
 
     costs = measure_costs(model, comm, setting, precision, offload)
+    disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
     engine.attach(
         checkpoints=checkpoints,
         states=StateMover(sharded, step, effective.config),
@@ -280,6 +272,62 @@ def build_engine(
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     _record(effective, comm, costs.limits)
     return engine, client, engine.training_dataloader, engine.lr_scheduler
+
+
+def _read_config(config: Any) -> Loaded:
+    """Load the config, and set what holds for the whole process. Raises ConfigError with all its errors."""
+    loaded = load(config)
+    refuse_open(loaded)
+    set_level(loaded.config.log_level)
+    _choose_kernels()
+    return loaded
+
+
+def _resolve_config(loaded: Loaded, model: nn.Module, comm: Comm, *, is_compat: bool) -> Effective:
+    """Fill in "auto" values, and let rank 0 say what was guessed. ``is_compat``: a DeepSpeed script gets the
+    engine, and is told which defaults differ from DeepSpeed's.
+    """
+    hidden, hidden_from = find_hidden_size(model)
+    effective = resolve(
+        loaded,
+        world_size=comm.world_size,
+        **read_restarts(),
+        hidden_size=hidden,
+        hidden_size_from=hidden_from,
+    )
+    if comm.rank == 0:
+        for warning in (*loaded.warnings, *effective.guesses(), *effective.batch_warnings):
+            warn(warning)
+        for line in effective.resolved_auto():
+            detail(line)
+        for line in effective.changed_defaults() if is_compat else ():
+            say(line)
+    return effective
+
+
+def _tell_overridden(
+    effective: Effective, comm: Comm, given: Any, client: torch.optim.Optimizer | None, scheduler: Any
+) -> None:
+    """Let rank 0 say which sections of the config the script's own objects replace."""
+    overridden = []
+    if given is not None and client is not None:
+        overridden += effective.override("optimizer", type(client).__name__)
+    if scheduler is not None:
+        overridden += effective.override("scheduler", "its own scheduler")
+    if comm.rank == 0:
+        for warning in overridden:
+            warn(warning)
+
+
+def _check_whole_steps(effective: Effective, whole_steps: bool) -> None:
+    """Raise ConfigError if train_batch() is to count micro-batches that the config leaves to the script."""
+    if whole_steps and not effective.config.managed_gradient_accumulation:
+        raise ConfigError(
+            [
+                f"{effective.loaded.origin}: managed_gradient_accumulation: false is not supported with "
+                "pipeline parallelism, where train_batch() counts the micro-batches of a step: remove it"
+            ]
+        )
 
 
 def _choose_kernels() -> None:
