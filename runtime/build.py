@@ -430,7 +430,13 @@ def _make_offload(
     chosen = choose_offload(effective, optimizer)
     in_memory = config.checkpoint.in_memory
     setting, free = preflight(
-        *(blocks, options, chosen, optimizer, precision, comm, config.accumulates),
+        blocks,
+        options,
+        chosen,
+        optimizer,
+        precision,
+        comm,
+        config.accumulates,
         snapshots=int(config.checkpoint.is_asynchronous) + int(in_memory is not None),
         # the new ones are whole before the old ones go
         kept_snapshots=0 if in_memory is None else 2 * int(in_memory.copies),
