@@ -176,6 +176,10 @@ _HINTS = (
         "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
     ),
     (
+        r"not used by the HfArgumentParser: .*'--(config|deepspeed_config)[='\"]",
+        "a script with a Hugging Face Trainer takes --deepspeed FILE, not --config",
+    ),
+    (
         r"unrecognized arguments: --num_gpus",
         "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it",
     ),
