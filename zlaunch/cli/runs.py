@@ -304,7 +304,7 @@ def _slurm_job(run: FoundRun) -> str:
 
 def _row(run: FoundRun, *, has_label: bool, has_job: bool) -> tuple[str, ...]:
     known = run.record
-    hosts = run.record.hosts
+    hosts = tuple(map(known.shown, known.hosts))
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
@@ -327,7 +327,7 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
         return
     from zlaunch.cli.tables import make_table, stdout_console
 
-    rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
+    rows = [(str(r.rank), run.record.shown(r.host), str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
     called = f" ({run.record.label})" if run.record.label else ""
     number = _slurm_job(run)
@@ -589,7 +589,7 @@ def watch(run: str, once: bool) -> int:
 
     found = find_run(meant(run))
     events = EventFile(found.path / "events.jsonl")
-    progress = RunProgress()
+    progress = RunProgress(found.record.shown)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     if once or not console.is_terminal or found.state.startswith(("ended", "gone")):
         progress.take_all(events.read())
