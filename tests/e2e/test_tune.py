@@ -157,9 +157,10 @@ RESUMES = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_loads_the_end_of_another_says_so(folder: Path) -> None:
     (folder / "train.py").write_text(textwrap.dedent(RESUMES))
-    done = zlaunch(folder, *TUNE)
+    done = zlaunch(folder, *TUNE[:3], "--num_gpus=1", *TUNE[4:])
     why = f"it loaded {folder}/out/global_step0 (step 0)"
     assert done.returncode == 2 and f"train.py made no step ({why}): train with" in done.stderr
     assert [row["verdict"] for row in rows_of(folder)] == [f"ended without a step: {why}"]

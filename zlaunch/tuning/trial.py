@@ -93,11 +93,11 @@ def run_trial(
     watch.take_all(events.read())
     trial = watch.trial(variant, process.returncode, time.monotonic() - start)
     if trial.verdict == NO_STEP:
-        return replace(trial, verdict=f"{NO_STEP}: {_why_no_step(folder / 'console.log')}")
+        return replace(trial, verdict=f"{NO_STEP}: {why_no_step(folder / 'console.log')}")
     return trial
 
 
-def _why_no_step(console: Path) -> str:
+def why_no_step(console: Path) -> str:
     """Return what the script did instead of a step, by its output."""
     lines = console.read_text(errors="replace").splitlines()
     loaded = [_LOADED.search(line) for line in lines]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from zlaunch.system.events import Event
-from zlaunch.tuning.trial import StepTimes, TrialLimits
+from zlaunch.tuning.trial import StepTimes, TrialLimits, why_no_step
 from zlaunch.tuning.variants import Variant
 
 BATCH = 8
@@ -49,3 +50,19 @@ def test_a_run_without_a_report_has_no_speed() -> None:
     trial = watch.trial(Variant(), 0, 10.0)
     assert trial.without_a_step is not None and not trial.is_ok
     assert watch.trial(Variant(), 1, 10.0).verdict == "ended with exit code 1 after 0 steps"
+
+
+@pytest.mark.parametrize(
+    ("console", "why"),
+    [
+        (
+            "zlaunch: loaded /a b/global_step4 (step 4, saved by 2 ranks at stage 2)\nno step is left\n",
+            "it loaded /a b/global_step4 (step 4)",
+        ),
+        ("zlaunch: logs in runs/x\nno engine here\n\nzlaunch: done\n", 'it printed "no engine here" last'),
+        ("zlaunch: logs in runs/x\n", "it printed nothing"),
+    ],
+)
+def test_the_output_says_why_there_was_no_step(tmp_path: Path, console: str, why: str) -> None:
+    (tmp_path / "console.log").write_text(console)
+    assert why_no_step(tmp_path / "console.log") == why
