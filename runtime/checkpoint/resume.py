@@ -11,6 +11,9 @@ from ..log import warn
 from .format.tensor_file import CheckpointError
 from .trainer_checkpoints import is_output_dir, is_trainer_checkpoint, newest_complete, problem_of
 
+_SEARCHES = {"../sweep.json": "the sweep", "../../tuned.json": "zlaunch tune"}
+"""Files that describe a search, relative to the folder of one of its trials -> what started the trial."""
+
 
 def resume_dir(default: str | None = None) -> str | None:
     """Return the folder that ``engine.load_checkpoint`` is to load from, or None for a new run.
@@ -23,7 +26,8 @@ def resume_dir(default: str | None = None) -> str | None:
     a ``checkpoint-N`` beyond the last one that this run has saved does not count.
 
     Raises:
-        RuntimeError: This is a trial of a sweep, and ``default`` has a checkpoint of another trial.
+        RuntimeError: This is a trial of ``zlaunch sweep`` or ``zlaunch tune``, and ``default`` has a
+            checkpoint of another trial.
         CheckpointError: ``default`` is a Trainer's ``checkpoint-N``, and incomplete.
     """
     environment = read_environment()
@@ -68,13 +72,20 @@ def _newest_of_trainer(folder: Path, environment: Environment) -> str | None:
 
 
 def _refuse_anothers(folder: str, run_dir: str | None) -> None:
-    """Keep a sweep's trial from another one's checkpoint: it would train nothing more, and report success."""
-    if run_dir is None or not os.path.exists(os.path.join(os.path.dirname(run_dir), "sweep.json")):
+    """Keep a trial from another one's checkpoint: it would train nothing, and report success."""
+    if run_dir is None or (search := _search_of(run_dir)) is None:
         return
     if not os.path.realpath(folder).startswith(os.path.realpath(run_dir) + os.sep):
         trial = os.path.basename(run_dir)
         raise RuntimeError(
-            f"resume_dir: {folder} has a checkpoint, but trial {trial} of the sweep shares that folder with "
+            f"resume_dir: {folder} has a checkpoint, but trial {trial} of {search} shares that folder with "
             "other trials: save under os.environ['ZLAUNCH_RUN_DIR'], a separate folder per trial. To start "
             "all trials from one checkpoint, call engine.load_checkpoint on its folder"
         )
+
+
+def _search_of(run_dir: str) -> str | None:
+    """Return what has started a run as one of its trials, or None."""
+    run = os.path.realpath(run_dir)
+    found = (search for file, search in _SEARCHES.items() if os.path.exists(os.path.join(run, file)))
+    return next(found, None)

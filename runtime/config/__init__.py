@@ -7,6 +7,7 @@ combinations), ``resolve`` ("auto") and ``batch_sizes``. ``unsupported``, ``fore
 """
 
 from ..mesh import MeshShape
+from .batch_sizes import fits_no_world
 from .load import ConfigError, ConfigFileError, Loaded, load
 from .parallel import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .resolve import Effective, check_batch, find_mesh, open_lines, open_values, refuse_open, resolve
@@ -22,6 +23,7 @@ __all__ = [
     "check_batch",
     "expert_size",
     "find_mesh",
+    "fits_no_world",
     "json_schema",
     "load",
     "mesh_shape",

@@ -160,6 +160,21 @@ def _find_problem(loaded: Loaded, values: dict[str, Any], world: int) -> str:
     return complete(loaded, there, {}, world) or _refused_accumulation(loaded.config, there[GAS])
 
 
+def fits_no_world(loaded: Loaded) -> str:
+    """Return why the batch sizes of a config are wrong on every number of ranks; "" if they are not."""
+    config = loaded.config
+    train = config.train_batch_size
+    given = _factors(config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    one = math.prod(given.values())
+    if train is None or train % one == 0:
+        return ""
+    product = " * ".join(f"{key} {value}" for key, value in given.items())
+    product += f" = {one}" if len(given) > 1 else ""
+    below = train // one * one
+    right = f"{below} or {below + one}" if below else f"{one} or a multiple of it"
+    return f"{TRAIN}: {train} is not a multiple of {product}, on any number of ranks; set it to {right}"
+
+
 def _would_fail(wrong: dict[int, str], advice: str) -> str:
     sizes = sorted(wrong)
     more = ", ..." if len(sizes) > _MOST_NAMED else ""

@@ -231,6 +231,12 @@ def cross(config: Config, report: ConfigReport) -> Config:
     return _offload(config, report)
 
 
+def _is_stage_open(report: ConfigReport) -> bool:
+    """Whether the stage is "auto", or rejected: the config then holds a default, which proves nothing."""
+    at = "zero_optimization.stage"
+    return at in report.auto or any(here in (at, "zero_optimization") for here, _ in report.problems)
+
+
 def _optimizer(config: Config, report: ConfigReport) -> None:
     """Report keys that the optimizer of the config does not go with; the engine checks a script's own."""
     section = config.optimizer
@@ -299,7 +305,7 @@ def _local_steps(config: Config, report: ConfigReport) -> Config:
         return config
     if section.params.get("local_step_clipper") is not None:
         return config
-    may = zero.stage == 0 and "zero_optimization.stage" not in report.auto and sequence_size(config) == 1
+    may = zero.stage == 0 and not _is_stage_open(report) and sequence_size(config) == 1
     params = {**section.params, "local_step_clipper": 16 if may else 1}
     return config.model_copy(update={"optimizer": section.model_copy(update={"params": params})})
 
@@ -383,7 +389,7 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         problems.append(("parallel.pipeline", "contradicts pipeline.stages: give one of them"))
     if stages > 1:
         _refuse_with_axes(config, report, "pipeline parallelism")
-        if zero.stage > 1 and "zero_optimization.stage" not in report.auto:
+        if zero.stage > 1 and not _is_stage_open(report):
             why = "pipeline parallelism supports ZeRO stages 0 and 1 only"
             problems.append(("zero_optimization.stage", f"is {zero.stage}, and {why}"))
     elif size > 1:
@@ -424,7 +430,7 @@ def _shard_groups(config: Config, report: ConfigReport) -> None:
     """Report contradictions between the keys of groups of ranks, and of what is quantised."""
     zero = config.zero_optimization
     here = "zero_optimization"
-    is_open = f"{here}.stage" in report.auto
+    is_open = _is_stage_open(report)
     groups = {
         "shard_group": zero.shard_group != "world",
         "mics_shard_size": zero.mics_shard_size > 0,
@@ -473,7 +479,7 @@ def _backward_step(config: Config, report: ConfigReport) -> None:
     steps = config.gradient_accumulation_steps
     reasons = {
         f"needs stage 2 or 3, not {zero.stage}: lower stages do not shard gradients": zero.stage < 2
-        and "zero_optimization.stage" not in report.auto,
+        and not _is_stage_open(report),
         f"gradient_accumulation_steps is {steps}, and each backward pass is a step: make it 1": steps
         not in (None, 1),
         "needs managed_gradient_accumulation true: each backward pass is a step": (
@@ -495,7 +501,7 @@ def _backward_step(config: Config, report: ConfigReport) -> None:
 def _offload(config: Config, report: ConfigReport) -> Config:
     zero = config.zero_optimization
     # initialize refuses an open stage; what depends on the stage is not judged until it is filled in
-    is_open = "zero_optimization.stage" in report.auto
+    is_open = _is_stage_open(report)
     if zero.offload_param is not None and zero.stage != 3 and not is_open:
         if zero.offload_param.device != "none":
             here = "zero_optimization.offload_param"

@@ -196,8 +196,7 @@ def config_text(
 ) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
-    need = f"{chosen.device / GIB:.1f} GiB of GPU memory per rank, plus {CONTEXT_BYTES / GIB:.1f} for CUDA"
-    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // estimated: {need}']
+    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // estimated: {need_text(chosen)}']
     asked = ", ".join(f'"{name}": {size}' for name, size in axes.axes.items() if name != "data")
     if axes.pipeline > 1:
         fill = "// one per pipeline stage; more micro-batches mean a smaller pipeline bubble"
@@ -224,13 +223,23 @@ def config_text(
     if choice.steps_in_backward:
         zero.append('"step_in_backward": true')
     ending = "," if choice.checkpointed else ""
-    reason = _REASONS[choice.stage, choice.optimizer]
-    if choice.steps_in_backward:
-        reason = "as requested: updates during the backward pass, with one micro-batch per step"
-    lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason}')
+    lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason_text(chosen)}')
     if choice.checkpointed:
         lines.append('"activation_checkpointing": {"enabled": true}  // activations do not fit without it')
     return "{\n  " + "\n  ".join(lines) + "\n}"
+
+
+def need_text(chosen: Estimated) -> str:
+    """Return the GPU memory that a choice needs, in words."""
+    return f"{chosen.device / GIB:.1f} GiB of GPU memory per rank, plus {CONTEXT_BYTES / GIB:.1f} for CUDA"
+
+
+def reason_text(chosen: Estimated) -> str:
+    """Return why a choice is the fastest that fits."""
+    choice = chosen.choice
+    if choice.steps_in_backward:
+        return "as requested: updates during the backward pass, with one micro-batch per step"
+    return _REASONS[choice.stage, choice.optimizer]
 
 
 _REASONS = {

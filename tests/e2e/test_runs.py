@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -300,3 +301,29 @@ def test_clean_asks_at_a_terminal(tmp_path: Path, answer: str, left: bool) -> No
         os.close(theirs)
     assert "Remove the 1 run? [y/N]" in shown
     assert (done.run_dir.exists(), asked.returncode) == (left, 1 if left else 0)
+
+
+def test_a_slurm_job_of_one_node_names_its_host(folder_of_one: Path) -> None:
+    host = socket.gethostname()
+    events = (folder_of_one / "run" / "events.jsonl").read_text()
+    assert '"host":"localhost"' in events, "files keep the name that the logic needs"
+    said = (folder_of_one / "err").read_text()
+    assert f"worker.py on {host}: 1 " in said and f"rank 0 on {host} failed first" in said
+    listed = zlaunch(folder_of_one, "ps", "--all", ".").stdout.split()
+    ranks = zlaunch(folder_of_one, "ps", "run").stdout.splitlines()
+    assert host in listed and any(line.split()[:2] == ["0", host] for line in ranks)
+    watched = zlaunch(folder_of_one, "watch", "--once", "run").stdout
+    assert zlaunch(folder_of_one, "report", "run").returncode == 0
+    page = (folder_of_one / "run" / "report.html").read_text()
+    for text in (said, *listed, *ranks, watched, page):
+        assert "localhost" not in text
+
+
+@pytest.fixture
+def folder_of_one(tmp_path: Path) -> Path:
+    """A failed run inside a SLURM job that has this machine alone."""
+    job = {"JOB_ID": "7", "JOB_NODELIST": socket.gethostname(), "JOB_NUM_NODES": "1", "NTASKS": "1"}
+    env = {f"SLURM_{name}": value for name, value in job.items()}
+    launch = Launch(tmp_path, "--num_gpus=1", script="raise ValueError('no')", env=env)
+    assert launch.wait() == 1
+    return tmp_path

@@ -144,8 +144,38 @@ def test_ctrl_c_leaves_the_best_so_far(folder: Path) -> None:
 def test_a_script_without_an_engine_is_run_once(folder: Path) -> None:
     (folder / "train.py").write_text("print('no engine here')")
     done = zlaunch(folder, *TUNE)
-    assert done.returncode == 2 and "train.py made no step" in done.stderr
-    assert [row["verdict"] for row in rows_of(folder)] == ["ended without a step"]
+    why = 'it printed "no engine here" last'
+    assert done.returncode == 2 and f"train.py made no step ({why}): train with an engine" in done.stderr
+    assert [row["verdict"] for row in rows_of(folder)] == [f"ended without a step: {why}"]
+
+
+RESUMES = """
+    import sys, torch, zlaunch
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(16, 16), config=sys.argv[2])
+    engine.save_checkpoint("out")
+    engine.load_checkpoint(zlaunch.resume_dir("out") if "--checked" in sys.argv else "out")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_trial_that_loads_the_end_of_another_says_so(folder: Path) -> None:
+    (folder / "train.py").write_text(textwrap.dedent(RESUMES))
+    done = zlaunch(folder, *TUNE[:3], "--num_gpus=1", *TUNE[4:])
+    why = f"it loaded {folder}/out/global_step0 (step 0)"
+    assert done.returncode == 2 and f"train.py made no step ({why}): train with" in done.stderr
+    assert [row["verdict"] for row in rows_of(folder)] == [f"ended without a step: {why}"]
+
+
+@pytest.mark.exhaustive
+def test_trials_do_not_resume_from_a_shared_folder(folder: Path) -> None:
+    (folder / "train.py").write_text(textwrap.dedent(RESUMES))
+    done = zlaunch(folder, *TUNE, "--checked")
+    assert done.returncode == 1 and not (folder / "tune" / "ds.tuned.json").exists()
+    for row in rows_of(folder):
+        trial = f"trial {int(row['number']):03d} of zlaunch tune shares that folder"
+        assert (
+            row["verdict"].startswith("failed: RuntimeError: resume_dir: out has") and trial in row["verdict"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,7 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     with_states = f", with {', '.join(sorted(states))}" if states else ", no optimizer state"
     click.echo(f"{path}: {len(found.parameters)} parameters{with_states}")
     if found.left_out:
-        names = ", ".join(found.left_out[:5]) + (", ..." if len(found.left_out) > 5 else "")
+        more = f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        names = ", ".join(found.left_out[:5]) + more
         advice = "" if states else "; Migrating from torchrun shows how to keep an optimizer's state"
         click.echo(f"left out: {names}{advice}", err=True)

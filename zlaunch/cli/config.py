@@ -39,8 +39,11 @@ def check(file: str, world_size: int | None) -> None:
     With --world-size, also check that the batch sizes fit that number of ranks.
     """
     loaded, _ = _read(file, world_size)
-    from zlaunch.runtime.config import open_values
+    from zlaunch.runtime.config import fits_no_world, open_values
 
+    if wrong := fits_no_world(loaded):
+        click.echo(f"{loaded.origin}: {wrong}", err=True)
+        sys.exit(2)
     if left := open_values(loaded):
         keys = ", ".join(f"{key} to {value}" for key, value in left.items())
         by = "for the Hugging Face Trainer and accelerate, which fill in"

@@ -422,12 +422,21 @@ def estimate(
             if kept.is_narrow:
                 also += "; NVMe was not tried, where all numbers are fp32: leave out --state_dtype and "
                 also += "--master_weights for it"
+            least = min(found, key=lambda each: each.device)
+            ckpt = " and activation checkpointing" if least.choice.checkpointed else ""
+            host = least.states.total.host * gpus / GIB
+            needs = choices.need_text(least) + (f", and {host:.1f} GiB of host memory per node" * (host > 0))
             raise click.ClickException(
-                f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload: "
-                f"use more GPUs, a smaller --micro_batch or --seq{also}"
+                f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload. The "
+                f"least GPU memory is with {least.choice.name}{ckpt}: {needs}. Use more GPUs, a smaller "
+                f"--micro_batch or --seq{also}"
             )
         text = choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept)
         if trainer:
+            # the Trainer's config is plain JSON, without the comments that give the reasons
+            chosen = best.choice.name + (", activation checkpointing" if best.choice.checkpointed else "")
+            why = f"{chosen}: {choices.need_text(best)}; {choices.reason_text(best)}"
+            click.echo(f"zlaunch estimate: {why}", err=True)
             text, arguments = trainer_config(text, machines.world_size)
             needed = f"--deepspeed FILE {as_command_line(arguments)}"
             click.echo(f"zlaunch estimate: the Trainer's arguments for this config: {needed}", err=True)

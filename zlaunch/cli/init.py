@@ -77,16 +77,32 @@ def init(
             raise LaunchError(
                 f"{file} exists: overwrite it with --force, or write another file with --config"
             )
-    script = script or click.prompt("Training script", default="train.py")
-    here = len(discover(os.environ).tokens) or 1
-    nodes, count = _shape(gpus or click.prompt("GPUs (8, or 2x8 for 2 nodes)", default=str(here)), nodes)
-    gpu_mem = gpu_mem or click.prompt("Memory of a GPU in GiB", default=24.0, type=click.FloatRange(min=1))
-    size = params or click.prompt("Parameters of the model (such as 7B; 0 if unknown)", default="0")
-    numel = 0.0 if size.strip() == "0" else number(size.strip())
-    world = nodes * count
-    batch = batch or click.prompt(
-        "Samples per optimizer step, over all GPUs", default=world, type=click.IntRange(min=1)
-    )
+    answers = {
+        "--script": script,
+        "--num_gpus": gpus,
+        "--gpu_mem": gpu_mem,
+        "--params": params,
+        "--batch": batch,
+    }
+    try:
+        script = script or click.prompt("Training script", default="train.py")
+        here = len(discover(os.environ).tokens) or 1
+        nodes, count = _shape(gpus or click.prompt("GPUs (8, or 2x8 for 2 nodes)", default=str(here)), nodes)
+        gpu_mem = gpu_mem or click.prompt(
+            "Memory of a GPU in GiB", default=24.0, type=click.FloatRange(min=1)
+        )
+        size = params or click.prompt("Parameters of the model (such as 7B; 0 if unknown)", default="0")
+        numel = 0.0 if size.strip() == "0" else number(size.strip())
+        world = nodes * count
+        batch = batch or click.prompt(
+            "Samples per optimizer step, over all GPUs", default=world, type=click.IntRange(min=1)
+        )
+    except click.Abort as error:
+        if not isinstance(error.__context__, EOFError):  # Ctrl-C
+            raise
+        click.echo()  # ends the line of the question
+        missing = ", ".join(name for name, value in answers.items() if not value)
+        raise click.UsageError(f"stdin ended before all questions were answered: give {missing}") from None
     if batch % world:
         below = max(world, batch // world * world)
         raise LaunchError(

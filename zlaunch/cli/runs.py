@@ -215,7 +215,7 @@ def _living(text: str, command: str) -> FoundRun:
 @click.option("-a", "--all", "show_all", is_flag=True, help="Show ended runs too.")
 @click.option("--clean", is_flag=True, help="List ended runs and remove them with their logs.")
 @click.option("-y", "--yes", is_flag=True, help="With --clean, do not ask.")
-@click.option("-v", "--verbose", is_flag=True, help="Show whole commands.")
+@click.option("-v", "--verbose", is_flag=True, help="Show whole commands, as in a pipe.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; times are seconds since the epoch.")
 def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_json: bool) -> int:
     """List the runs in a folder, or the ranks of a run.  [default: runs]
@@ -260,13 +260,17 @@ def ps(folder: str, show_all: bool, clean: bool, yes: bool, verbose: bool, as_js
         from zlaunch.cli.tables import make_table, stdout_console
 
         has_labels = any(run.record.label for run in chosen)
-        columns = ("run", *(("name",) if has_labels else ()), *_COLUMNS)
-        console = stdout_console()
-        rows = [_row(run, has_label=has_labels) for run in chosen]
+        has_jobs = any(_slurm_job(run) for run in chosen)
+        jobs = ("SLURM job",) if has_jobs else ()
+        columns = ("run", *(("name",) if has_labels else ()), *_COLUMNS, *jobs)
+        rows = [_row(run, has_label=has_labels, has_job=has_jobs) for run in chosen]
         before = [max(map(len, column)) + _BETWEEN for column in zip(columns, *rows, strict=True)]
-        width = max(_LEAST_COMMAND, console.width - sum(before) - _EDGES)
         commands = [run.record.command for run in chosen]
-        shown = [" ".join(words) for words in commands] if verbose else short_commands(commands, width)
+        whole = [" ".join(words) for words in commands]
+        console = stdout_console(pipe_columns=sum(before) + max(map(len, whole)) + _EDGES + _BETWEEN)
+        width = max(_LEAST_COMMAND, console.width - sum(before) - _EDGES)
+        is_whole = verbose or not sys.stdout.isatty()
+        shown = whole if is_whole else short_commands(commands, width)
         cells = [(*row, text) for row, text in zip(rows, shown, strict=True)]
         # the run's name is there to be copied
         console.print(make_table((*columns, "command"), cells, whole=("run",)))
@@ -293,9 +297,14 @@ def _refused_as_data(path: Path, why: str, *, below: Path) -> dict[str, Any]:
 _COLUMNS = ("state", "hosts", "workers", "started", "elapsed", "restarts")
 
 
-def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:
+def _slurm_job(run: FoundRun) -> str:
+    """Return the SLURM job of a run as squeue shows it, or ""."""
+    return run.record.slurm_task or run.record.slurm_job
+
+
+def _row(run: FoundRun, *, has_label: bool, has_job: bool) -> tuple[str, ...]:
     known = run.record
-    hosts = run.record.hosts
+    hosts = tuple(map(known.shown, known.hosts))
     shown = " ".join(hosts) if len(hosts) < 5 else f"{hosts[0]} ... {hosts[-1]} ({len(hosts)})"
     until = known.ended if known.ended is not None else time.time()
     elapsed = "-" if run.state == "gone" else _duration(until - known.started)
@@ -308,6 +317,7 @@ def _row(run: FoundRun, *, has_label: bool) -> tuple[str, ...]:
         _moment(known.started),
         elapsed,
         str(known.attempt),
+        *([_slurm_job(run)] if has_job else ()),
     )
 
 
@@ -317,10 +327,10 @@ def _show_run(run: FoundRun, ranks: Sequence[Rank], *, as_json: bool) -> None:
         return
     from zlaunch.cli.tables import make_table, stdout_console
 
-    rows = [(str(r.rank), r.host, str(r.pid), r.state) for r in ranks]
+    rows = [(str(r.rank), run.record.shown(r.host), str(r.pid), r.state) for r in ranks]
     columns = ("rank", "host", "pid", "state")
     called = f" ({run.record.label})" if run.record.label else ""
-    number = run.record.slurm_task or run.record.slurm_job
+    number = _slurm_job(run)
     job = f", SLURM job {number}" if number else ""
     title = f"{run.name}{called}: {run.shown_state}{job}"
     stdout_console().print(make_table(columns, rows, title=title))
@@ -579,7 +589,7 @@ def watch(run: str, once: bool) -> int:
 
     found = find_run(meant(run))
     events = EventFile(found.path / "events.jsonl")
-    progress = RunProgress()
+    progress = RunProgress(found.record.shown)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     if once or not console.is_terminal or found.state.startswith(("ended", "gone")):
         progress.take_all(events.read())

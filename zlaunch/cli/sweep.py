@@ -391,12 +391,15 @@ class _Sweep:
 
 def _reason(trial: SweepTrial) -> str:
     """Return the first failure in a trial's events; without one, where its logs are."""
+    from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.run_files import EventFile
     from zlaunch.view.progress import RunProgress
 
     failures: list[str] = []
+    record = run_folder.read(trial.folder)
+    progress = RunProgress() if record is None else RunProgress(record.shown)
     with contextlib.suppress(OSError):
-        failures = RunProgress().take_all(EventFile(trial.folder / "events.jsonl").read()).failures
+        failures = progress.take_all(EventFile(trial.folder / "events.jsonl").read()).failures
     return failures[0] if failures else f"{trial.state}, see `zlaunch logs {trial.folder}` and its files"
 
 

@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 
-def stdout_console(least: int = 0) -> Console:
-    """Return a console for stdout, with a fixed width where that is no terminal. A terminal that is narrower
+def stdout_console(least: int = 0, pipe_columns: int = 160) -> Console:
+    """Return a console for stdout, of ``pipe_columns`` where that is no terminal. A terminal that is narrower
     than ``least`` columns breaks the lines itself: numbers are whole then.
     """
-    if not sys.stdout.isatty():
-        return Console(width=160, highlight=False)
+    if not sys.stdout.isatty():  # COLUMNS says nothing: readline exports the parent's
+        return Console(width=pipe_columns, highlight=False)
     return Console(width=max(least, shutil.get_terminal_size().columns), highlight=False)
 
 

@@ -114,13 +114,14 @@ class _Tuning:
 
     def run(self) -> None:
         """Try what there is to try."""
-        from zlaunch.tuning.search import NO_STEP, search
+        from zlaunch.tuning.search import search
         from zlaunch.tuning.variants import Variant
 
         first = self.measure(Variant())  # it shows the batch sizes, on which the rest depends
-        if first.verdict == NO_STEP:
+        if (why := first.without_a_step) is not None:
             raise LaunchError(
-                f"{self.tuned.command[0]} made no step: train with an engine from zlaunch.initialize"
+                f"{self.tuned.command[0]} made no step ({why}): train with an engine from "
+                'zlaunch.initialize, and save under os.environ["ZLAUNCH_RUN_DIR"], a folder per trial'
             )
         search(self._space(), self.measure)
         placements = [trial.variant.placement for trial in self.results.trials]
@@ -140,6 +141,8 @@ class _Tuning:
         placement = given_placement(self.raw)
         key = "train_micro_batch_size_per_gpu"
         fixed = self.raw.get(key) == "auto" or self.batch is None
+        if self.raw.get(key) == "auto":
+            click.echo(f'micro-batches are not varied: {key} is "auto", the script\'s arguments set it')
         rows = read_rows(first)
         if not fixed and self.batch is not None and rows is not None and rows != self.batch.micro:
             click.echo(f"the model's input has {rows} rows, {key} is {self.batch.micro}: it is not changed")

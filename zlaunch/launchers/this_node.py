@@ -15,7 +15,7 @@ from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles import filters, grammar
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_DEBUGPY, NEEDS_NODES, HostSelection, Launcher
 from zlaunch.plan.options import Options, own_names
-from zlaunch.plan.plan import NodeSpec, Part, Plan
+from zlaunch.plan.plan import NodeSpec, Part, Plan, shown_host
 from zlaunch.supervisor.nodes import SLOW_S, Link, Node
 from zlaunch.system.machine import Devices, discover, has_debugpy
 from zlaunch.transports.local import open_local
@@ -53,7 +53,7 @@ class ThisNodeLauncher(Launcher):
         node = self.first_plan.nodes[0]
         kind = "GPU" if node.workers[0].env.get("CUDA_VISIBLE_DEVICES") else "CPU"
         plural = "s" if len(node.workers) > 1 else ""
-        return f"{node.host}: {len(node.workers)} {kind} worker{plural}"
+        return f"{shown_host(node.host)}: {len(node.workers)} {kind} worker{plural}"
 
     def known_plan(self) -> Plan:
         """Return the plan of the first attempt."""

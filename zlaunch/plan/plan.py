@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -48,7 +49,12 @@ ASSIGNED = rf"(?:{SECRET_WORDS})[\w.-]*="
 IN_ADDRESS = r"://[^/@\s]+@"
 NOT_SHOWN = "(not shown)"
 LOCAL_HOST = "localhost"
-"""In ZLAUNCH_DEBUG: the launcher is on the worker's node."""
+"""Names this machine in plans, events and records; in ZLAUNCH_DEBUG, the launcher is on the worker's node."""
+
+
+def shown_host(host: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return a node's name for the user: in a SLURM job, this machine's host name instead of localhost."""
+    return socket.gethostname() if host == LOCAL_HOST and environ.get("SLURM_JOB_ID") else host
 
 
 def secret_word(name: str) -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from zlaunch.plan.plan import Plan
+from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.end import End
@@ -111,7 +111,8 @@ class Controller:
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
         self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
         self.hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
-        self.hang = HangWatch(hang_timeout_s, self.hosts)
+        self.shown_hosts = {rank: shown_host(host) for rank, host in self.hosts.items()}
+        self.hang = HangWatch(hang_timeout_s, self.shown_hosts)
         self.open_nodes = set(range(len(links)))
         self.waiting: set[int] = set()
         """Nodes whose agents have ended this attempt, and wait for the next one."""
@@ -196,7 +197,7 @@ class Controller:
             self.console.message(f"{signal_name(signum)}: nothing saves on it; {advice}")
 
     def _tell_of_steps(self) -> None:
-        if bound := what_bounds(self.progress, self.hosts):
+        if bound := what_bounds(self.progress, self.shown_hosts):
             self.console.message(bound)
         profiled = any(
             worker.rank == 0 and "ZLAUNCH_PROFILE" in worker.env
@@ -288,7 +289,8 @@ class Controller:
 
     def _still_starting(self) -> str:
         hosts = [n.host for n in self.plan.nodes if any(w.rank in self.starting for w in n.workers)]
-        where = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
+        first = shown_host(hosts[0])
+        where = first if len(hosts) == 1 else f"{first} and {len(hosts) - 1} more"
         what = self.plan.preload[0] if self.plan.preload else "the workers' start"
         return f"{what} on {where}"
 
@@ -301,7 +303,7 @@ class Controller:
         """Give up a node; its agent, if it lives, stops its workers when it hears nothing."""
         link = self.links[index]
         self.gone.add(index)
-        self.verdict.errors.append(f"{link.host} {how}")
+        self.verdict.errors.append(f"{shown_host(link.host)} {how}")
         self.verdict.lost.add(link.host)
         self._note_left(index)
         self.files.event({"type": "lost", "host": link.host, "why": how})
@@ -436,7 +438,8 @@ class Controller:
         if event.get("attached"):
             self.console.message(f"a debugger is attached to rank {event['rank']}")
         else:
-            self.console.text(advice(event["rank"], event["host"], event.get("address"), event.get("port")))
+            host = shown_host(event["host"])
+            self.console.text(advice(event["rank"], host, event.get("address"), event.get("port")))
 
     def _on_all_started(self) -> None:
         """Find out what the run is made of, where this launcher has rank 0."""
@@ -453,7 +456,7 @@ class Controller:
     def _on_stop_by_agent(self, event: Event) -> None:
         """Stop the other nodes when an agent ends the run without having been told to."""
         if not self.verdict.failures and not self.verdict.errors:
-            self.verdict.errors.append(f"the run on {event['host']} was stopped: {event['why']}")
+            self.verdict.errors.append(f"the run on {shown_host(event['host'])} was stopped: {event['why']}")
             self.verdict.agent_code = 128 + signal.SIGTERM
         if len(self.open_nodes) > 1:
             self._stop()
@@ -481,7 +484,7 @@ class Controller:
             self.verdict.lost.add(transport.host)
             self.verdict.died.add(transport.host)
             self._note_left(index)
-        text = f"agent on {transport.host} died ({how})"
+        text = f"agent on {shown_host(transport.host)} died ({how})"
         if said := transport.diagnostics():
             text += "\n  it said: " + said.replace("\n", "\n  ")
         self.verdict.errors.append(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.plan import Plan, Program
+from zlaunch.plan.plan import LOCAL_HOST, Plan, Program
 from zlaunch.runtime.trust import Folder, UntrustedError, make_folder
 from zlaunch.runtime.world_sizes import FirstBatch
 from zlaunch.supervisor.end import End, Slot, read_slots
@@ -76,6 +76,10 @@ class RunRecord:
     def label(self) -> str:
         """Return its name and tags as people read them."""
         return " ".join((*([self.name] if self.name else ()), *(f"#{tag}" for tag in self.tags)))
+
+    def shown(self, host: str) -> str:
+        """Return a node's name for the user: in a SLURM job, the launcher's host instead of localhost."""
+        return self.host if host == LOCAL_HOST and self.slurm_job else host
 
     @property
     def came(self) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zlaunch.plan.plan import Plan
+from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor.end import SAVED_CODE, End, Slot
 from zlaunch.supervisor.nodes import Left
 from zlaunch.supervisor.run_files import log_path
@@ -174,6 +174,10 @@ _HINTS = (
     (
         r"[Ee]rror: .*\blocal_rank\b",
         "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
+    ),
+    (
+        r"not used by the HfArgumentParser: .*'--(config|deepspeed_config)[='\"]",
+        "a script with a Hugging Face Trainer takes --deepspeed FILE, not --config",
     ),
     (
         r"unrecognized arguments: --num_gpus",
@@ -362,7 +366,7 @@ class Verdict:
             shown = self._console.shows(first.rank)
             self._console.text(
                 report(
-                    first,
+                    replace(first, host=shown_host(first.host)),
                     self._tail(first.rank),
                     str(log_path(self._plan.run_dir, first.rank)),
                     shown=shown,
@@ -391,11 +395,12 @@ class Verdict:
     def _others(self) -> str:
         """Say what became of ranks that others may have lost although they have not failed."""
         if self.lost:
-            return f"those of {', '.join(sorted(self.lost))}, see above"
+            return f"those of {', '.join(map(shown_host, sorted(self.lost)))}, see above"
         if self._ended_well:
             rank, host = self._ended_well[0]
+            where = shown_host(host)
             more = f" and {len(self._ended_well) - 1} more" if len(self._ended_well) > 1 else ""
-            return f"rank {rank} on {host}{more} had ended with code 0, while this one still waited for it"
+            return f"rank {rank} on {where}{more} had ended with code 0, while this one still waited for it"
         return ""
 
     def _tail(self, rank: int) -> Sequence[str]:

@@ -19,6 +19,7 @@ from zlaunch.tuning.variants import DEVICE_PLACEMENTS, HOST_PLACEMENTS, Placemen
 OK = "ok"
 OUT_OF_MEMORY = "out of memory"
 NO_STEP = "ended without a step"
+"""Begins the verdict of a run that trained nothing; the reason follows."""
 _BUCKETS = (5_000_000, 50_000_000)
 _GAIN = 1.02
 """Says by which factor something has to be faster than what was tried before it."""
@@ -56,6 +57,13 @@ class Trial:
     def is_ok(self) -> bool:
         """Tell whether it has a speed."""
         return self.verdict == OK
+
+    @property
+    def without_a_step(self) -> str | None:
+        """Why the run ended with exit code 0 and without a step; None if it did not."""
+        if not self.verdict.startswith(NO_STEP):
+            return None
+        return self.verdict.removeprefix(NO_STEP).removeprefix(": ")
 
 
 @dataclass(frozen=True, slots=True)

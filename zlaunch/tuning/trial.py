@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,8 @@ from zlaunch.system.processes import die_with_parent
 from zlaunch.tuning.search import NO_STEP, OK, OUT_OF_MEMORY, Trial
 from zlaunch.tuning.variants import BatchSizes, Variant
 
+_LOADED = re.compile(r"zlaunch: loaded (.+ \(step \d+), saved by ")
+"""Matches the checkpointer's line about a load."""
 _POLL_S = 0.1
 _WAIT_S = 60.0
 """Seconds that a run has to end after it was asked to."""
@@ -88,7 +91,22 @@ def run_trial(
         finally:
             _end(process)
     watch.take_all(events.read())
-    return watch.trial(variant, process.returncode, time.monotonic() - start)
+    trial = watch.trial(variant, process.returncode, time.monotonic() - start)
+    if trial.verdict == NO_STEP:
+        return replace(trial, verdict=f"{NO_STEP}: {why_no_step(folder / 'console.log')}")
+    return trial
+
+
+def why_no_step(console: Path) -> str:
+    """Return what the script did instead of a step, by its output."""
+    lines = console.read_text(errors="replace").splitlines()
+    loaded = [_LOADED.search(line) for line in lines]
+    checkpoint = next((found[1] for found in reversed(loaded) if found is not None), None)
+    if checkpoint is not None:
+        return f"it loaded {checkpoint})"
+    own = (line.strip() for line in reversed(lines) if not line.startswith("zlaunch: "))
+    last = next((line for line in own if line), None)
+    return "it printed nothing" if last is None else f'it printed "{last}" last'
 
 
 def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
@@ -136,16 +154,23 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Holds rank 0's report of a step. The rates cover the time since the report before it."""
+
+    step: int
+    when: float
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+
+
 class StepTimes:
     """Follows the steps of a run by its events."""
 
     def __init__(self, limits: TrialLimits) -> None:
         self._limits = limits
-        self._times: list[tuple[int, float]] = []
-        """Step and time of rank 0's reports."""
-        self._tokens: list[float] = []
-        self._samples: list[float] = []
-        self._mfu: list[float] = []
+        self._reports: list[_Report] = []
         self._memory: dict[int, float] = {}
         self._host: dict[int, float] = {}
         self._errors: list[str] = []
@@ -153,9 +178,8 @@ class StepTimes:
     @property
     def is_enough(self) -> bool:
         """Tell whether enough steps have been timed."""
-        return bool(self._times) and self._times[-1][0] - self._times[0][0] >= (
-            self._limits.warmup + self._limits.steps
-        )
+        steps = self._reports[-1].step - self._reports[0].step if self._reports else 0
+        return bool(self._reports) and steps >= self._limits.warmup + self._limits.steps
 
     def take_all(self, events: Iterable[Event]) -> None:
         """Take events in their order."""
@@ -176,46 +200,40 @@ class StepTimes:
             if isinstance(values.get(name), (int, float)):
                 kept[rank] = max(kept.get(rank, 0.0), float(values[name]))
         if rank == 0 and isinstance(values.get("engine_step"), int) and "samples_per_s" in values:
-            self._times.append((values["engine_step"], when))
-            self._tokens.append(float(values.get("tokens_per_s", 0.0)))
-            self._samples.append(float(values["samples_per_s"]))
-            self._mfu.append(float(values.get("mfu", 0.0)))
+            samples = float(values["samples_per_s"])
+            tokens = float(values.get("tokens_per_s", 0.0))
+            mfu = float(values.get("mfu", 0.0))
+            self._reports.append(_Report(values["engine_step"], when, samples, tokens, mfu))
 
     def trial(self, variant: Variant, code: int, seconds: float) -> Trial:
         """Return what came of the run, which has ended with an exit code."""
         most = (max(self._memory.values(), default=0.0), max(self._host.values(), default=0.0))
-        first = self._times[0][0] if self._times else 0
-        timed = [(step, when) for step, when in self._times if step >= first + self._limits.warmup]
+        first = self._reports[0].step if self._reports else 0
+        timed = [report for report in self._reports if report.step >= first + self._limits.warmup]
         if not self.is_enough:
             if any(word in error for error in self._errors for word in _OOM):
                 return Trial(variant, OUT_OF_MEMORY, 0.0, 0.0, *most, seconds)
             if self._errors:
                 return Trial(variant, f"failed: {self._errors[0].splitlines()[0]}", 0.0, 0.0, *most, seconds)
-            timed = timed if len(timed) >= 2 else self._times[1:]
-        if len(timed) < 2 or timed[-1][1] <= timed[0][1]:
+            timed = timed if len(timed) >= 2 else self._reports[1:]
+        if len(timed) < 2 or timed[-1].when <= timed[0].when:
             return Trial(variant, self._why(code, seconds), 0.0, 0.0, *most, seconds)
         # The median leaves out a step that something else has held up.
-        each = [(b[1] - a[1]) / max(b[0] - a[0], 1) for a, b in pairwise(timed)]
+        each = [(b.when - a.when) / max(b.step - a.step, 1) for a, b in pairwise(timed)]
         speed = 1 / max(median(each), 1e-9)
-        return Trial(
-            variant,
-            OK,
-            speed,
-            self._median(self._tokens),
-            *most,
-            seconds,
-            self._median(self._samples),
-            self._median(self._mfu),
-        )
 
-    def _median(self, reported: Sequence[float]) -> float:
-        """Return the median of the timed steps' values."""
-        timed = reported[self._limits.warmup :] or reported
-        return median(timed) if timed else 0.0
+        def rate(reported: Iterable[float]) -> float:
+            """Return a reported rate at `speed`: separate medians would be of different steps."""
+            return speed * median(value * step_s for value, step_s in zip(reported, each, strict=True))
+
+        tokens = rate(report.tokens_per_s for report in timed[1:])
+        samples = rate(report.samples_per_s for report in timed[1:])
+        mfu = rate(report.mfu for report in timed[1:])
+        return Trial(variant, OK, speed, tokens, *most, seconds, samples, mfu)
 
     def _why(self, code: int, seconds: float) -> str:
-        if code == 0 and not self._times:
+        if code == 0 and not self._reports:
             return NO_STEP
         if seconds >= self._limits.seconds:
-            return f"{len(self._times)} steps in {seconds:.0f} s"
-        return f"ended with exit code {code} after {len(self._times)} steps"
+            return f"{len(self._reports)} steps in {seconds:.0f} s"
+        return f"ended with exit code {code} after {len(self._reports)} steps"

@@ -235,7 +235,7 @@ def _summarise(
         "key": run.name,
         "state": run.state,
         "workers": record.world_size,
-        "hosts": record.hosts,
+        "hosts": tuple(map(record.shown, record.hosts)),
         "came": record.came,
         "command": " ".join(record.command),
         "label": record.label,

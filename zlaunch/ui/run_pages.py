@@ -25,7 +25,7 @@ class RunReader:
     """Reads the events of a run, and later those that have come."""
 
     def __init__(self, run: FoundRun) -> None:
-        self.progress = RunProgress()
+        self.progress = RunProgress(run.record.shown)
         self._events = EventFile(run.path / "events.jsonl")
         self._coming: Iterator[Event] | None = None
         self._kept: list[Event] = []
@@ -66,7 +66,7 @@ def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
     rows = [("name", record.label)] if record.label else []
     rows += [
         ("command", shlex.join(("zlaunch", *record.command))),
-        ("hosts", ", ".join(record.hosts)),
+        ("hosts", ", ".join(map(record.shown, record.hosts))),
         ("ranks", str(record.world_size)),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(progress.started or record.started))),
         ("state", f"{run.shown_state}, after {span(max(0.0, end - (progress.started or record.started)))}"),
@@ -95,7 +95,9 @@ def _code(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _failures(events: Sequence[Event], progress: RunProgress) -> list[str]:
     """Return tracebacks, lost nodes and other errors."""
     found = [
-        redact(f"rank {event.get('rank')} on {event.get('host')}\n{event.get('traceback')}")[0]
+        redact(
+            f"rank {event.get('rank')} on {progress.shown(str(event.get('host')))}\n{event.get('traceback')}"
+        )[0]
         for event in events
         if event.get("type") == "exception"
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,9 @@ class RankProgress:
 class RunProgress:
     """Takes the events of a run, in their order, and knows where it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: Callable[[str], str] = str) -> None:
+        """Make the progress of a run without events; ``shown`` returns the user's name of a node."""
+        self.shown = shown
         self.ranks: dict[int, RankProgress] = {}
         self.series: dict[str, Series] = {}
         """The curves of rank 0 over steps, by name."""
@@ -115,9 +117,10 @@ class RunProgress:
         if kind == "start":
             self._start(event, when)
         elif kind == "lost":
-            self.failures.append(f"{event.get('host')} {event.get('why')}")
+            lost = self.shown(str(event.get("host")))
+            self.failures.append(f"{lost} {event.get('why')}")
             for known in self.ranks.values():
-                if known.host == event.get("host"):
+                if known.host == lost:
                     known.state = "node lost"
         elif kind == "error":
             self.failures.append(str(event.get("message")))
@@ -128,7 +131,7 @@ class RunProgress:
             self.failures += [text for text in texts if text not in self.failures]
         elif isinstance(rank, int):
             known = self.ranks.setdefault(rank, RankProgress())
-            known.host = str(event.get("host", known.host))
+            known.host = self.shown(str(event.get("host", known.host)))
             if kind == "spawn":
                 known.state = "running"
             elif kind == "exit":

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..format.manifest import LATEST, Checkpoint, candidates, find, looks_whole, newest_whole, of_trainer
 from ..format.tensor_file import CheckpointError
 from ..trainer_checkpoints import incomplete
+
+_MOST_NAMED = 5
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Checkpoint:
@@ -30,7 +32,7 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> C
         raise CheckpointError(f"{folder}: has no complete checkpoint")
     if path is None:
         names = [other.name for other in candidates(folder)]
-        advised = f"; --tag takes one of {', '.join(names[:5])}" if names else ""
+        advised = f"; --tag takes one of {_listed(names)}" if names else ""
         raise CheckpointError(f"{folder}: no checkpoint found (no file {LATEST!r}){advised}")
     return Checkpoint(path)
 
@@ -50,7 +52,7 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
                 flush=True,
             )
         left = [name for name in names if name != chosen]
-        others = f"; others: {', '.join(left[:5])}" if left else ""
+        others = f"; others: {_listed(left)}" if left else ""
         print(f"zlaunch: {folder}: using {chosen}{others}", file=sys.stderr, flush=True)
         return chosen
     if tag == "auto":
@@ -63,5 +65,10 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
                 return name
         raise CheckpointError(f"{folder}: has no complete checkpoint")
     if tag not in inner:
-        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}: use one of {', '.join(names[:5])}")
+        raise CheckpointError(f"{folder}: has no checkpoint {tag!r}: use one of {_listed(names)}")
     return tag
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -140,18 +140,27 @@ def test_weights_of_another_model_are_no_success(tmp_path: Path, capsys: pytest.
         zlaunch.load_state_dict_from_zero_checkpoint(same, tmp_path / "nowhere")
 
 
-def test_trials_of_a_sweep_do_not_share_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("shared", "sweep/001/ckpt"):
+@pytest.mark.parametrize(
+    ("trial", "described", "search"),
+    [
+        ("sweep/001", "sweep/sweep.json", "the sweep"),
+        ("tune/runs/001", "tune/tuned.json", "zlaunch tune"),
+    ],
+)
+def test_trials_of_a_search_do_not_share_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: str, described: str, search: str
+) -> None:
+    for name in ("shared", f"{trial}/ckpt"):
         (tmp_path / name / "global_step1").mkdir(parents=True)
         (tmp_path / name / "global_step1" / "manifest.json").touch()
-    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / "sweep" / "001"))
+    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / trial))
     monkeypatch.delenv("ZLAUNCH_RESUME_DIR", raising=False)
-    shared, own = str(tmp_path / "shared"), str(tmp_path / "sweep" / "001" / "ckpt")
+    shared, own = str(tmp_path / "shared"), str(tmp_path / trial / "ckpt")
     assert (zlaunch.resume_dir(shared), zlaunch.resume_dir(own)) == (shared, own)
-    (tmp_path / "sweep" / "sweep.json").touch()
+    (tmp_path / described).touch()
     assert zlaunch.resume_dir(own) == own
     assert zlaunch.resume_dir(str(tmp_path / "none")) is None
-    with pytest.raises(RuntimeError, match=r"shared has a checkpoint, but trial 001 of the sweep"):
+    with pytest.raises(RuntimeError, match=rf"shared has a checkpoint, but trial 001 of {search}"):
         zlaunch.resume_dir(shared)
 
 

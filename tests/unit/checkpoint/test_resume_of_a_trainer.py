@@ -217,10 +217,19 @@ def test_a_loop_that_names_its_folders_likewise_is_no_trainer(
     assert zlaunch.resume_dir(str(tmp_path)) == str(folder)
 
 
-def test_a_trial_of_a_sweep_does_not_resume_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trial", "described", "search"),
+    [
+        ("sweep/001", "sweep/sweep.json", "the sweep"),
+        ("tune/runs/001", "tune/tuned.json", "zlaunch tune"),
+    ],
+)
+def test_a_trial_of_a_search_does_not_resume_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trial: str, described: str, search: str
+) -> None:
     lay_out(tmp_path / "shared", 10)
-    (tmp_path / "sweep" / "001").mkdir(parents=True)
-    (tmp_path / "sweep" / "sweep.json").touch()
-    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / "sweep" / "001"))
-    with pytest.raises(RuntimeError, match="trial 001 of the sweep shares that folder"):
+    (tmp_path / trial).mkdir(parents=True)
+    (tmp_path / described).touch()
+    monkeypatch.setenv("ZLAUNCH_RUN_DIR", str(tmp_path / trial))
+    with pytest.raises(RuntimeError, match=f"trial 001 of {search} shares that folder"):
         zlaunch.resume_dir(str(tmp_path / "shared"))

@@ -150,3 +150,13 @@ def test_no_name_of_the_stand_alone_script_hides_another() -> None:
 
 def is_stored(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store)
+
+
+def test_a_list_of_many_checkpoints_tells_how_many_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(10, 90, 10):
+        lay_out(tmp_path, step)
+    assert main(["checkpoint", "show", str(tmp_path), "--tag", "checkpoint-7"]) == 2
+    named = ", ".join(f"checkpoint-{step}" for step in (80, 70, 60, 50, 40))
+    assert f"has no checkpoint 'checkpoint-7': use one of {named} and 3 more\n" in capsys.readouterr().err

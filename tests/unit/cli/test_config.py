@@ -102,3 +102,30 @@ def test_check_says_that_no_batch_size_is_set(tmp_path: Path) -> None:
     ):
         file.write_text(text, encoding="utf-8")
         assert ("no batch size is set" in CliRunner().invoke(cli, ["check", str(file)]).output) == is_told
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "wrong"),
+    [
+        (2, 3, ""),
+        (6, None, ""),
+        (4, None, "4, on any number of ranks; set it to 4 or 8"),
+        (None, 5, "gradient_accumulation_steps 5, on any number of ranks; set it to 5 or 10"),
+        (
+            2,
+            4,
+            "* gradient_accumulation_steps 4 = 8, on any number of ranks; set it to 8 or a multiple of it",
+        ),
+    ],
+)
+def test_check_refuses_batch_sizes_of_no_number_of_ranks(
+    tmp_path: Path, micro: int | None, steps: int | None, wrong: str
+) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    given = {"train_batch_size": 6, **{key: size for key, size in sizes.items() if size is not None}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(given), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert done.exit_code == (2 if wrong else 0), done.output
+    assert ("ds.json: train_batch_size: 6 is not a multiple of" in done.stderr) == bool(wrong)
+    assert wrong in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -482,3 +483,25 @@ def test_activations_of_a_model_with_frozen_layers(
     assert main(["estimate", "model.py:frozen", *target]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "--input 32,64" in shown and "frozen" in shown
+
+
+def test_a_config_for_the_trainer_comes_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *FOR_TRAINER]) == 0
+    said = capsys.readouterr()
+    plain = [word for word in FOR_TRAINER if word != "--trainer"]
+    assert main(["estimate", *plain]) == 0
+    config = capsys.readouterr().out
+    need, reason = (re.findall(pattern, config)[0] for pattern in (r"// estimated: (.*)", r"zero.*// (.*)"))
+    assert f": {need}; {reason}\n" in said.err and "GiB of GPU memory per rank" in need
+
+
+def test_a_model_that_does_not_fit_is_told_the_least_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = ["estimate", "--params", "70B", "--gpu_mem", "4", "--host_mem", "2000"]
+    assert main([*tight, "--for", "fits", "--trainer"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "The least GPU memory is with stage 3, optimizer and parameters on" in said.err
+    found = re.search(r"activation checkpointing: ([0-9.]+) GiB of GPU memory per rank", said.err)
+    assert found is not None
+    assert main([*tight, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert float(found[1]) == pytest.approx(min(row["gpu"]["total"] for row in rows) / 2**30, abs=0.05)

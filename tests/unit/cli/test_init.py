@@ -176,3 +176,17 @@ def test_what_it_needs_is_said_and_the_hosts_memory_counts(capsys: pytest.Captur
     assert "host memory" not in said["64"] and "offload" not in said["64"]
     assert main(["init", *words(gpus="1", params="700B"), "--host_mem", "8", "--force"]) == 2
     assert "with any stage or offload to 8 GiB a node" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "answers", "missing"),
+    [
+        ([], "", "--script, --num_gpus, --gpu_mem, --params, --batch"),
+        (["--script", "train.py", "--gpu_mem", "80"], "8\n", "--num_gpus, --params, --batch"),
+    ],
+)
+def test_without_answers_it_names_the_options(given: list[str], answers: str, missing: str) -> None:
+    result = CliRunner().invoke(init, given, input=answers)
+    assert result.exit_code == 2
+    assert f"stdin ended before all questions were answered: give {missing}\n" in result.stderr
+    assert not Path("ds.json").exists()

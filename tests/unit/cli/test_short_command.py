@@ -81,3 +81,48 @@ def test_a_run_inside_slurm_shows_its_job(
         run_folder.begun(str(tmp_path / "run"), "run", ["localhost"], 1)
         assert main(["ps", str(tmp_path / "run")]) == 0
         assert ("SLURM job 17" in capsys.readouterr().out) == bool(job)
+
+
+def test_a_pipe_gets_whole_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"{LONG} --output_dir {'/scratch/' * 20}"
+    for number, seed in enumerate((18, 19)):
+        words = shlex.split(f"{command} --seed {seed}")
+        monkeypatch.setattr(sys, "argv", ["zlaunch", *words])
+        (tmp_path / f"run{number}").mkdir()
+        run_folder.begun(str(tmp_path / f"run{number}"), "run", ["localhost"], 8)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["ps", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("   ")[-1].strip() for line in lines if "train.py" in line] == [
+        f"{command} --seed 18",
+        f"{command} --seed 19",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("array", "shown"), [({}, "17"), ({"ARRAY_JOB_ID": "11", "ARRAY_TASK_ID": "3"}, "11_3")]
+)
+def test_ps_has_a_column_for_slurm_jobs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    array: dict[str, str],
+    shown: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["zlaunch", "train.py"])
+    for name in ("ARRAY_JOB_ID", "ARRAY_TASK_ID", "JOB_ID"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
+    (tmp_path / "a").mkdir()
+    run_folder.begun(str(tmp_path / "a"), "a", ["localhost"], 8)
+    assert main(["ps", str(tmp_path)]) == 0
+    assert "SLURM" not in capsys.readouterr().out
+    for name, value in {"JOB_ID": "17", **array}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (tmp_path / "b").mkdir()
+    run_folder.begun(str(tmp_path / "b"), "b", ["localhost"], 8)
+    assert main(["ps", str(tmp_path)]) == 0
+    header, *rows = [line for line in capsys.readouterr().out.splitlines() if "   " in line.strip()]
+    assert header.split()[-3:] == ["SLURM", "job", "command"]
+    assert [row.split()[-2:] for row in rows] == [["0", "train.py"], [shown, "train.py"]]

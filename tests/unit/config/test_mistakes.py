@@ -10,6 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from zlaunch.cli.config import config as cli
+from zlaunch.runtime.config import ConfigError, load
 
 DATA = Path(__file__).parents[2] / "data" / "config_mistakes.yaml"
 MISTAKES: list[dict[str, Any]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
@@ -37,3 +38,21 @@ def test_advice(mistake: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_data_names_each_mistake_once() -> None:
     assert len({each["name"] for each in MISTAKES}) == len(MISTAKES) >= 30
+
+
+@pytest.mark.parametrize("stage", [5, "two"])
+def test_a_rejected_stage_has_no_other_errors(stage: object) -> None:
+    zero = {
+        "stage": stage,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "step_in_backward": True,
+    }
+    del zero["offload_optimizer" if stage == "two" else "step_in_backward"]
+    del zero["offload_param"]
+    with pytest.raises(ConfigError) as error:
+        load({"train_batch_size": 8, "zero_optimization": zero})
+    (line,) = str(error.value).splitlines()
+    assert "zero_optimization.stage: " in line

@@ -125,3 +125,14 @@ def test_the_cause_stands_in_the_report_once() -> None:
     ):
         text = report(failure, tail, "log", shown=shown)
         assert text.count("ValueError: bad shape") == 1, text
+
+
+def test_report_hints_at_the_argument_of_a_trainer() -> None:
+    said = "ValueError: Some specified arguments are not used by the HfArgumentParser: "
+    for left, is_config in (
+        ("['--config', 'ds.json']", True),
+        ("['--config=ds.json']", True),
+        ("['--x']", False),
+    ):
+        text = report(Failure(0, "h", 0, "exit", 1), [said + left], "log")
+        assert ("takes --deepspeed FILE, not --config" in text) == is_config
