@@ -154,6 +154,8 @@ class Checkpointer:
                 "saving between two optimizer steps: the checkpoint does not contain the gradients of the "
                 f"last {left} micro-batches"
             )
+        # One save at a time: the next snapshot uses the memory of the former one again, and its failure must
+        # be raised before it is replaced.
         self.wait()
         folder = absolute(folder)
         wanted = str(tag) if tag is not None else f"global_step{steps}"
@@ -164,6 +166,7 @@ class Checkpointer:
         def describe() -> tuple[Source, SaveTarget]:
             return self._describe(folder, chosen, owner, self._facts(), client_state)
 
+        # An object in client_state that cannot be saved is an error before the folder is made.
         source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
@@ -224,6 +227,7 @@ class Checkpointer:
         step = self._shard_step
         optimizer = schedule = None
         if step is not None:
+            # The script sets rates on its own optimizer object; the inner optimizer has them only after this.
             step.take_hyperparameters()
             optimizer = {"class": type(step.optimizer).__name__, "groups": groups_of(step.optimizer)}
         if hasattr(run.lr_scheduler, "state_dict"):
@@ -250,6 +254,7 @@ class Checkpointer:
         step = self._shard_step
         options = self._options
         if step is not None:
+            # A step in the background still changes the masters and the state that are described here.
             step.wait()
         tensors: dict[str, torch.Tensor] = {}
         rank_tensors: dict[str, torch.Tensor] = {}
@@ -257,6 +262,8 @@ class Checkpointer:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
         entries["client_state"] = encode(client_state or {}, tensors, "client_state")
+        # Encoded twice: a load on as many ranks gives each rank its own client_state, a load on another
+        # number rank 0's.
         own = encode(client_state or {}, rank_tensors, "client_state")
         if options.is_asynchronous:  # the caller may change them while they are written
             rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
@@ -322,6 +329,7 @@ class Checkpointer:
         """
         if folder is None:
             return None, {}
+        # A save in the background may be writing the checkpoint that is loaded.
         self.wait()
         folder = absolute(folder)
         node_local = self._options.use_node_local_storage
@@ -334,13 +342,17 @@ class Checkpointer:
                 warn(f"{folder}: no checkpoint found, training starts from step 0")
             return None, {}
         try:
+            # All that can fail without changing a value comes first: reading the facts, then the checks.
             facts = self._read_facts(checkpoint)
             schedule = facts["scheduler"] if with_schedule else None
             self._check_schedule(checkpoint, schedule)
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
             come_to_rest(self._sharded, self._shard_step)
+            # Read before the load replaces them.
             given = self._base_rates()
+            # Set before the first value changes and cleared after the last one: whatever ends the load in
+            # between, check() then refuses to train or save a mixture of two states.
             self._half_loaded = "another rank failed"
             try:
                 restore_shards(checkpoint, self._sharded, step, keep=self._kept_entries(schedule))
@@ -350,6 +362,7 @@ class Checkpointer:
             self._half_loaded = ""
             if with_run:
                 self._go_on_from(facts, schedule)
+                # `folder` may be one checkpoint itself. A save that a signal asks for must not go into that.
                 if checkpoint.folder.parent == folder:
                     self._folder = folder
             if self._comm.rank == 0:

@@ -49,6 +49,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes the objects of such a file, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Exact names. A pickle can call whatever it finds, and a module has more than these classes.
         allowed = name in _CLASSES.get(module, ())
         if module == "torch":
             allowed = name in ("Size", "device") or isinstance(getattr(torch, name, None), _KINDS)
@@ -224,6 +225,7 @@ def _ties(folder: Path, model: Mapping[str, _Entry], states: Mapping[str, Any]) 
     for names in shapes.values():
         if not 1 < len(names) <= _MOST_TIED or all(name in states for name in names):
             continue
+        # The name with state is the first: state is saved under that one alone.
         first, *others = sorted(names, key=lambda name: name not in states)
         value = _read_tensor(folder, model[first])
         if value.numel() and bool((value != value.reshape(-1)[0]).any()):
@@ -293,6 +295,7 @@ def _read_tensor(folder: Path, entry: _Entry) -> Tensor:
             )
         target.copy_(part)
         numel += part.numel()
+    # Chunks that are missing would leave uninitialized memory.
     if numel != whole.numel():
         name = ".".join(map(str, entry.path))
         raise CheckpointError(f"{folder}: {name} has {numel} elements of {whole.numel()}")

@@ -52,6 +52,7 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
         for name, shape in members.items()
     }
     _check_complete(parts, parameters)
+    # With model parallelism, a model file has only one rank's part of a frozen parameter.
     if any(folder.glob("*mp_rank_01_*")):
         known = {*parameters, *(first.get("shared_params") or {}), *first["buffer_names"]}
         rest = [name for name, value in first["module"].items() if name not in known and value is not None]

@@ -68,6 +68,8 @@ def export(
     ]
     index = out / f"{stem}.{suffix}.index.json"
     others = [path for path in out.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    # Loaders prefer one file, or an index, to others in a folder: what an earlier export has left would win
+    # silently.
     stale = [path.name for path in others if path.name not in names and path != index]
     if stale or (index.exists() and len(shards) == 1):
         raise CheckpointError(
@@ -82,6 +84,7 @@ def export(
                 _to_bin(temporary, checkpoint.tied)
         written.append(out / name)
     if len(shards) > 1:
+        # The index comes last: until it is there, no reader takes a part of the shards for the model.
         places = {w: name for name, shard in zip(names, shards, strict=True) for w in shard}
         if kind == "bin":
             places |= {alias: places[name] for alias, name in checkpoint.tied.items() if name in places}
@@ -110,6 +113,7 @@ def companions(checkpoint: Checkpoint, like: str | os.PathLike[str] | None = Non
                 f"{like}: cannot read config and tokenizer files: {error.strerror}"
             ) from None
         found = [path for path in files if any(path.match(pattern) for pattern in _COMPANIONS)]
+        # A config.json that nobody has named may be of any program.
         if found and (like is not None or _is_hugging_face(place / "config.json")):
             return found
     if like is not None:
@@ -170,6 +174,7 @@ def _split(checkpoint: Checkpoint, dtype: torch.dtype, limit: int, exclude_froze
     for name, own, shape in checkpoint.weights(exclude_frozen=exclude_frozen):
         kind = dtype if own.is_floating_point else own
         nbytes = bytes_of(kind, shape)
+        # A tensor above the limit gets a shard for itself.
         if shards[-1] and filled + nbytes > limit:
             shards.append({})
             filled = 0
@@ -206,6 +211,7 @@ def _to_bin(path: Path, tied: Mapping[str, str]) -> None:
         low, high = entry["data_offsets"]
         flat = torch.empty(0, dtype=torch.uint8)
         if high > low:
+            # Copy-on-write: torch wants memory that can be written to, and the file must not change.
             mapped = np.memmap(path, np.uint8, "c", 8 + length + low, (high - low,))
             flat = torch.from_numpy(mapped)
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(tuple(entry["shape"]))
