@@ -52,6 +52,7 @@ class Order:
     def add(self, channel: int, label: int) -> None:
         """Note that a collective begins."""
         self._recent[channel].append(label)
+        # Plus 1, because label 0 has to change a hash of 0, too.
         self._hashes[channel] = (self._hashes[channel] * 31 + label + 1) % _PRIME
 
     def marks(self) -> list[float]:
@@ -60,6 +61,7 @@ class Order:
         """
         found: list[float] = []
         for value in self._hashes:
+            # In two halves: sums of their squares over the ranks stay below 2 ** 53, where float64 is exact.
             for part in (value & _MASK, value >> _HASH_BITS & _MASK):
                 found += [float(part), float(part * part)]
         return found
@@ -154,6 +156,7 @@ def _close_dropped(exchange: Exchange) -> None:
     """
     if open_comms:
         gc.collect()
+    # Sorted: the groups have to end in the same order on all ranks.
     for number in sorted(set.intersection(*map(set, exchange(sorted(_dropped))))):
         shared, groups = _dropped.pop(number)
         if shared is not None:
@@ -210,6 +213,7 @@ class Comm:
         self.link = self._world
         join = None
         if self.world_size > 1:
+            # See Note [Two channels] in link.py.
             self._world.reduce_group = self.new_group(range(self.world_size))
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
@@ -217,6 +221,7 @@ class Comm:
             environment = read_environment()
             say = partial(_say, self._labels)
             allowed = share and environment.shared_memory
+            # A debugger holds a rank at a breakpoint while the others wait.
             limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
             join = partial(connect, timeout_s=limit_s, allowed=allowed, describe=say, check=waits.check)
         if mesh is not None:
@@ -276,6 +281,8 @@ class Comm:
         """Raise RankMismatchError that names the ranks whose batches differ, or where the orders part.
         Collective.
         """
+        # Batches before orders: ranks with different batches may also take different branches, and the batch
+        # is the cause.
         seen = self.exchange([(each.ranks, each.seen(), each.complaint) for each in self.batches])
         for everyone in zip(*seen, strict=True):
             for ranks, _, complaint in everyone:
@@ -362,6 +369,7 @@ class Comm:
         link = among or self._world
         if link.size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
+            # The global rank: torch 2.6 takes no rank within the group here.
             first = dist.get_global_rank(link.gather_group, source)
             work = dist.broadcast(tensor, first, group=link.gather_group, async_op=True)
             Work(work, *self._control("broadcasts values of rank 0"), tensor).wait()
@@ -380,6 +388,7 @@ class Comm:
 
     def close(self) -> None:
         """Release the process groups; the object cannot be used afterwards."""
+        # What this method releases must not be released again by the next engine (_close_dropped).
         self._forsaken.detach()
         open_comms.discard(self)
         if self.link.shared is not None:
