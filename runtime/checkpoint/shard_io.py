@@ -226,6 +226,7 @@ def take_values(unit: Unit, fill: Fill) -> None:
         with open_all(unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 _fill_on(view.master, unit.start + view.start, VALUE, fill)
+                # See Note [New values] in zero/store.py. The host waits: the tile's memory is used again.
                 tile.publish().synchronize()
     unit.values.flush()
     # The link may keep a copy of the old values for repeated gathers.

@@ -279,6 +279,7 @@ class StateMover:
         """Release a storage's memory. On a CPU one that NumPy has been given keeps it: no such storage can be
         resized.
         """
+        # See Note [Shared memory]: release() takes what cannot be resized.
         if not self._sharded.comm.release(moved.storage) and moved.storage.resizable():
             moved.storage.resize_(0)
         self._moved[moved.storage._cdata] = moved

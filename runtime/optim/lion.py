@@ -74,6 +74,7 @@ def _step_wide(parameter: torch.Tensor, average: torch.Tensor, group: dict[str, 
     """Step a parameter whose dtype the kernel does not support by torch's operations."""
     lr = group["lr"]
     (beta1, beta2) = group["betas"]
+    # From the average before this gradient, by beta1; the average learns below, by beta2 (Algorithm 2).
     direction = (average * beta1 + parameter.grad * (1 - beta1)).sign_()
     parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-float(lr))
     average.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)  # type: ignore[arg-type]  # it has one

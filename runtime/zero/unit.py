@@ -414,6 +414,7 @@ class Unit:
         lost = self.writes.find_lost()
         self._move((UnitState.UNSHARDED,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
+        # See Note [One storage per unit]: nothing may read released memory.
         if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
             pass
         elif self.poison:
