@@ -141,8 +141,18 @@ class Checkpointer:
         *,
         at_once: bool = False,
     ) -> None:
-        """Save under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
-        that is configured, unless ``at_once``. Collective. Raises CheckpointError on every rank.
+        """Save under ``folder/tag``; in the background where that is configured. Collective.
+
+        Args:
+            folder: Folder of checkpoints, equal on all ranks unless nodes have separate folders.
+            tag: Name of this checkpoint; rank 0's counts. None is ``global_stepN``.
+            client_state: The script's values and tensors; each rank's is saved.
+            save_latest: Let the file ``latest`` name this checkpoint.
+            exclude_frozen: Leave frozen parameters out.
+            at_once: Return when the checkpoint is on the disk, even if the config says ``asynchronous``.
+
+        Raises:
+            CheckpointError: On every rank, with one text; the former checkpoints are unchanged.
         """
         comm = self._comm
         run = self._run
@@ -322,10 +332,23 @@ class Checkpointer:
         with_run: bool,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the checkpoint that ``tag`` names; return its path and this rank's client_state,
-        ``(None, {})`` where there is none, or ``folder`` is None. ``with_run``: counters, data position and
-        random generators, too. ``missing_ok``: see the engine's method. Collective. Raises CheckpointError on
-        every rank.
+        """Load a checkpoint of any number of ranks, stage or offload. Collective.
+
+        Args:
+            folder: Folder of checkpoints, or of one checkpoint. None loads nothing.
+            tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+            strict: Names of parameters must agree with the model's.
+            with_optimizer: Load the optimizer's state and its groups.
+            with_schedule: Load the learning-rate schedule.
+            with_run: Load counters, data position and random generators.
+            missing_ok: A folder that does not exist is like one without a checkpoint.
+
+        Returns:
+            The checkpoint's path and this rank's client_state; ``(None, {})`` without a checkpoint.
+
+        Raises:
+            CheckpointError: On every rank. After one that came halfway, the engine refuses to train until a
+                load succeeds.
         """
         if folder is None:
             return None, {}

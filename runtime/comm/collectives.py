@@ -322,10 +322,17 @@ class Comm:
         return self.link.shared is not None and self.link.shared.release(storage)
 
     def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
-        """Start to fill ``full`` from the ``source`` of every rank of the link.
+        """Start to fill ``full`` from the ``source`` of every rank of the link. Collective.
 
-        ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
-        cast. It must not change before :meth:`drain`. ``rounded``: as the link allows it.
+        Args:
+            full: Flat, size * s elements on the device, where size is the number of shards of the link.
+            source: This rank's s elements: its slice of ``full`` itself, or a tensor of any floating dtype,
+                which is cast. It must not change before :meth:`drain`.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+            rounded: Send fewer bits if the link allows it (``RankLink.rounds``).
+
+        Returns:
+            What waits for ``full``.
         """
         note = self._begin(GATHER, label, "all_gather", full.numel())
         return self._links.get(label, self.link).all_gather(full, source, label, note, rounded)
@@ -345,19 +352,37 @@ class Comm:
         return self.world_size == 1 or self.shared
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int = 0) -> Pending:
-        """Start to fill ``shard`` (any dtype) with this rank's slice of the sum over all ranks of ``bucket``,
-        which must stay untouched until the result has been waited for.
+        """Start to fill ``shard`` with this rank's slice of the sum of ``bucket`` over all ranks. Collective.
+
+        Args:
+            shard: Flat, s elements on the device, any floating dtype. It may be this rank's slice of
+                ``bucket``.
+            bucket: Flat, size * s elements. It must not change before the result has been waited for.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+
+        Returns:
+            What waits for ``shard``.
         """
         note = self._begin(REDUCE, label, "reduce_scatter", bucket.numel())
         return self._links.get(label, self.link).reduce_scatter(shard, bucket, label, note)
 
     def all_reduce(self, tensor: Tensor, label: int = 0) -> Pending:
-        """Start to sum ``tensor`` (its size a multiple of the world size) over all ranks in place."""
+        """Start to sum ``tensor`` over all ranks, in place. Collective.
+
+        Args:
+            tensor: Flat, on the device. Its number of elements is a multiple of the world size.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+        """
         note = self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
         return self._links.get(label, self.link).all_reduce(tensor, label, note)
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "all-reduces a step's statistics") -> Tensor:
-        """Sum a few numbers over the ranks and return them; not counted as volume."""
+        """Sum a few numbers over the ranks in place, and return them; not counted as volume. Collective.
+
+        Args:
+            tensor: On the device, any shape and dtype.
+            what: What this rank does, for the message of a deadlock.
+        """
         if self.world_size > 1:
             self.calls["scalars"] += 1
             work = dist.all_reduce(tensor, group=self._world.reduce_group, async_op=True)
@@ -365,7 +390,13 @@ class Comm:
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0, among: RankLink | None = None) -> None:
-        """Overwrite ``tensor`` on every rank of a link, by default all, with its rank ``source``'s."""
+        """Overwrite ``tensor`` on every rank of a link with the values of one of them. Collective.
+
+        Args:
+            tensor: On the device, of the same shape and dtype on all ranks.
+            source: The rank within the link whose values count.
+            among: The link; None is all ranks.
+        """
         link = among or self._world
         if link.size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
@@ -375,7 +406,10 @@ class Comm:
             Work(work, *self._control("broadcasts values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "exchanges values with the other ranks") -> list[Any]:
-        """Return every rank's picklable ``value``, in rank order."""
+        """Return every rank's picklable ``value``, in rank order. Collective.
+
+        ``what`` says what this rank does, for the message of a deadlock.
+        """
         group = self._world.gather_group
         on_host = self.device.type == "cpu"
         return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)

@@ -25,6 +25,20 @@ class Lamb(torch.optim.Optimizer):
     With ``r = m / (sqrt(v) + eps) + weight_decay * w`` and bias-corrected moments, each parameter moves by
     ``lr * ratio * r``. The ratio is ``|w| / |r|``, clamped to ``min_coeff`` and ``max_coeff``, or 1 if a
     norm is 0. With ``eps_inside_sqrt``, the root is ``sqrt(v + eps)``.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction before its norm is taken.
+        bias_correction: Correct the bias of the moments.
+        min_coeff: Minimum trust ratio.
+        max_coeff: Maximum trust ratio.
+        eps_inside_sqrt: Add ``eps`` to the second moment before the square root.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(

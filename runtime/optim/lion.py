@@ -32,6 +32,15 @@ class Lion(torch.optim.Optimizer):
     """Implements "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
 
     Set ``lr`` three to ten times smaller than for AdamW, and ``weight_decay`` larger by the same factor.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate: the length of each element's step.
+        betas: Decay rates of the update direction and of the momentum.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     step_rule: ClassVar[StepRule] = LionRule()

@@ -91,8 +91,26 @@ class Muon(torch.optim.Optimizer):
 
     It works like torch.optim.Muon. AdamW steps groups with ``use_muon`` False, with their ``lr``, ``betas``,
     ``adam_eps`` and ``weight_decay``. Use Muon for matrices of hidden layers, not for embeddings and output
-    heads. A parameter with more than two dimensions is flattened to a matrix. Raises ValueError if a Muon
-    group has a parameter with fewer than two dimensions.
+    heads. A parameter with more than two dimensions is flattened to a matrix.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay of all parameters.
+        momentum: Momentum of the matrices.
+        nesterov: Use Nesterov momentum.
+        ns_coefficients: The three coefficients of a Newton-Schulz iteration.
+        eps: Lower bound of the norm that a matrix is divided by before the iteration.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: Scale of the learning rate by a matrix's shape: "original" (None) is
+            sqrt(max(1, rows / columns)), "match_rms_adamw" is 0.2 sqrt(max(rows, columns)).
+        use_muon: Step groups without this entry by Muon.
+        betas: Decay rates of AdamW's moments.
+        adam_eps: Added to AdamW's denominator.
+
+    Raises:
+        ValueError: An argument is out of range, or a Muon group has a parameter with fewer than two
+            dimensions.
     """
 
     def __init__(

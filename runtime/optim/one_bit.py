@@ -82,6 +82,17 @@ class OneBitAdam(OneBitOptimizer):
 
     After ``freeze_step`` steps of Adam, the variance is frozen, and ranks exchange only the signs of their
     momentum, with error feedback in both directions. Set ``freeze_step`` to 15 to 25 % of all steps.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        freeze_step: Uncompressed steps before the variance is frozen.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -109,6 +120,20 @@ class ZeroOneAdam(OneBitOptimizer):
     With ``local_step_clipper`` above 1, ranks then exchange only every ``local_interval`` steps. That
     interval doubles after each ``local_step_scaler`` steps, up to ``local_step_clipper``. Between exchanges,
     weights differ between ranks, so this needs stage 0.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        var_freeze_step: Steps before the variance is frozen.
+        var_update_scaler: Variance updates before their interval doubles.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+        local_step_scaler: Steps with a frozen variance before the interval between exchanges doubles.
+        local_step_clipper: Maximum steps between two exchanges; 1 exchanges in each step.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -147,8 +172,22 @@ class OneBitLamb(OneBitOptimizer):
     mean of each parameter's past trust ratios times a factor, which measures how far an updated variance has
     moved from the frozen one.
 
-    ``coeff_beta`` is the decay rate of that mean. The factor stays between ``factor_min`` and
-    ``factor_max``, and changes by at most the share ``factor_threshold`` per step.
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        freeze_step: Uncompressed steps before the variance is frozen.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+        min_coeff: Minimum trust ratio.
+        max_coeff: Maximum trust ratio.
+        coeff_beta: Decay rate of the mean of past trust ratios.
+        factor_min: Minimum factor.
+        factor_max: Maximum factor.
+        factor_threshold: Maximum relative change of the factor in one step.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(

@@ -28,6 +28,17 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
     Groups with ``bias_correction`` True are corrected. Without correction, the first steps are longer than
     Adam's. The first is longer by ``(1 - beta1) / sqrt(1 - beta2)``, which is 3.2 with the default betas.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        decoupled: Decay the weights themselves (AdamW) instead of adding the decay to the gradient (Adam).
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     step_rule: ClassVar[StepRule] = UncorrectedAdamRule(decoupled=False)

@@ -245,7 +245,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the whole model's weights on the CPU, floating ones in fp32; tied weights are one tensor.
 
-    ``lazy_mode`` is accepted. For a model larger than memory use :func:`export`. Raises CheckpointError.
+    For a model larger than memory, use :func:`convert_zero_checkpoint_to_fp32_state_dict`.
+
+    Args:
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+        exclude_frozen_parameters: Leave frozen parameters out.
+        lazy_mode: Accepted for DeepSpeed's scripts, without effect.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
     """
     checkpoint = open_checkpoint(checkpoint_dir, tag)
     state: dict[str, Tensor] = {}
@@ -260,8 +269,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Load a checkpoint's fp32 weights into a plain model on the CPU, where names agree; warn of the others.
-    Raises CheckpointError, also where no name agrees.
+    """Load a checkpoint's fp32 weights into a plain model, where names agree; warn of the others.
+
+    Args:
+        model: The model. It is moved to the CPU.
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or no name agrees.
     """
     model = model.cpu()
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -289,7 +308,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Export as :func:`export` does, in fp32. Raises CheckpointError, OSError, ValueError."""
+    """Write the whole model's weights in fp32 as Hugging Face reads them.
+
+    It takes about 40 MiB of memory. For ``pytorch_model.bin`` it maps a temporary file as large as a shard.
+
+    Args:
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        output_dir: Folder of the files; made if it does not exist.
+        max_shard_size: Size at which weights are split into several files: bytes, or "5GB"; None for one
+            file.
+        safe_serialization: Write ``model.safetensors`` instead of ``pytorch_model.bin``.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+        exclude_frozen_parameters: Leave frozen parameters out.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or the folder has weights in other files.
+        OSError: The files cannot be written.
+        ValueError: ``max_shard_size`` is not a size.
+    """
     limit = parse_size(str(max_shard_size)) if max_shard_size is not None else sys.maxsize
     export(
         open_checkpoint(checkpoint_dir, tag),
