@@ -80,6 +80,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
                     own["exp_avg_sq"] = torch.zeros_like(parameter)
                 own["step"] += 1
                 if parameter.dtype == torch.float32:
+                    # Kernels take flat tensors. The views share the memory of the state.
                     flat = {**own, **{name: own[name].view(-1) for name in ("exp_avg", "exp_avg_sq")}}
                     leaf = parameter.detach().view(-1)
                     grad = parameter.grad.reshape(-1)
@@ -95,6 +96,7 @@ def _step_wide(parameter: Tensor, own: Mapping[str, Tensor], args: AdamArgs) -> 
     second = own["exp_avg_sq"]
     grad = parameter.grad
     assert grad is not None
+    # AdamW decays the weights; Adam adds the decay to the gradient, so that the moments have it.
     if args.decoupled:
         parameter.mul_(1 - args.lr * args.weight_decay)
     else:

@@ -132,6 +132,7 @@ def read_distributed(folder: Path) -> ForeignCheckpoint:
     for path, entry in kept.items():
         if path[0] == "state":
             states.setdefault(str(path[1]), {})[str(path[2])] = entry
+    # State by numbers (optimizer.state_dict()) does not name its parameters.
     unknown = sorted(states.keys() - model.keys())
     if unknown:
         raise CheckpointError(
@@ -198,6 +199,7 @@ def _choose_model(folder: Path, rest: Sequence[_Entry]) -> tuple[dict[str, _Entr
             tensors.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
     if not tensors:
         raise CheckpointError(f"{folder}: contains no model tensors")
+    # A usual name decides between several state dicts; a single one may have any name.
     named = [prefix for prefix in tensors if prefix and prefix[-1] in _MODELS]
     choice = named or list(tensors)
     if len(choice) > 1:
@@ -247,6 +249,7 @@ def _groups(
     group_of: dict[str, int] = {}
     for key, own in options.items():
         names = own.pop("params", [key])
+        # How torch computes, which each run chooses for itself.
         for state in ("foreach", "fused", "capturable", "differentiable"):
             own.pop(state, None)
         if isinstance(key, str) and own in groups:  # each parameter has its options, and groups follow
