@@ -1,4 +1,10 @@
-"""Makes an error of one rank an error of all."""
+"""Makes an error of one rank an error of all.
+
+Note [All or none]. A phase of a save or a load is collective: a rank that raised its own error would leave
+the other ranks waiting for the next collective. Each phase therefore ends with an exchange of errors
+(``all_or_none``), and all ranks raise the text of the first one. A phase that may fail contains no other
+collective, and what the other ranks must not do after a failure comes after its exchange.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,8 @@ from .format.tensor_file import CheckpointError
 def all_or_none(exchange: Exchange, rank: int, action: Callable[[], Any], *, own: bool = False) -> Any:
     """Run ``action`` on each rank; return every rank's result, or with ``own`` this rank's alone. Collective.
 
-    Raises CheckpointError, with one text on all ranks, if it failed anywhere.
+    ``action`` must not be collective itself: see Note [All or none]. Raises CheckpointError, with one text on
+    all ranks, if it failed anywhere.
     """
     result = None
     problem = None
@@ -70,6 +77,8 @@ class HostChannel:
         self._number = comm.number
         self._group: Any = None
         if self._world_size > 1:
+            # A separate group: a thread's exchanges may start between any two collectives of training, at
+            # another place on each rank.
             self._group = comm.new_group(range(self._world_size), backend="gloo", timeout=_TIMEOUT)
 
     def exchange(self, value: object) -> list[Any]:
@@ -104,11 +113,13 @@ def capture(device: torch.device) -> dict[str, Any]:
     ``device``: plain values and tensors.
     """
     version, words, gauss = random.getstate()
+    # A tensor, because the manifest would have a line for each of the 625 words.
     python = (version, torch.tensor(words, dtype=torch.int64), gauss)
     found: dict[str, Any] = {"python": python, "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        # The file format has no uint32.
         keys = torch.from_numpy(keys.view("int32").copy())
         found["numpy"] = (str(kind), keys, int(position), int(has_gauss), float(cached))
     if device.type == "cuda":

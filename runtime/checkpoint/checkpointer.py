@@ -134,8 +134,18 @@ class Checkpointer:
         *,
         at_once: bool = False,
     ) -> None:
-        """Save under ``folder/tag``, with rank 0's tag, by default ``global_stepN``; in the background where
-        that is configured, unless ``at_once``. Collective. Raises CheckpointError on every rank.
+        """Save under ``folder/tag``; in the background where that is configured. Collective.
+
+        Args:
+            folder: Folder of checkpoints, equal on all ranks unless nodes have separate folders.
+            tag: Name of this checkpoint; rank 0's counts. None is ``global_stepN``.
+            client_state: The script's values and tensors; each rank's is saved.
+            save_latest: Let the file ``latest`` name this checkpoint.
+            exclude_frozen: Leave frozen parameters out.
+            at_once: Return when the checkpoint is on the disk, even if the config says ``asynchronous``.
+
+        Raises:
+            CheckpointError: On every rank, with one text; the former checkpoints are unchanged.
         """
         comm = self._comm
         run = self._run
@@ -147,6 +157,8 @@ class Checkpointer:
                 "saving between two optimizer steps: the checkpoint does not contain the gradients of the "
                 f"last {left} micro-batches"
             )
+        # One save at a time: the next snapshot uses the memory of the former one again, and its failure must
+        # be raised before it is replaced.
         self.wait()
         folder = absolute(folder)
         wanted = str(tag) if tag is not None else f"global_step{steps}"
@@ -157,6 +169,7 @@ class Checkpointer:
         def describe() -> tuple[Source, SaveTarget]:
             return self._describe(folder, chosen, owner, self._facts(), client_state)
 
+        # An object in client_state that cannot be saved is an error before the folder is made.
         source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
@@ -217,6 +230,7 @@ class Checkpointer:
         step = self._shard_step
         optimizer = schedule = None
         if step is not None:
+            # The script sets rates on its own optimizer object; the inner optimizer has them only after this.
             step.take_hyperparameters()
             optimizer = {"class": type(step.optimizer).__name__, "groups": groups_of(step.optimizer)}
         if hasattr(run.lr_scheduler, "state_dict"):
@@ -243,6 +257,7 @@ class Checkpointer:
         step = self._shard_step
         options = self._options
         if step is not None:
+            # A step in the background still changes the masters and the state that are described here.
             step.wait()
         tensors: dict[str, torch.Tensor] = {}
         rank_tensors: dict[str, torch.Tensor] = {}
@@ -250,6 +265,8 @@ class Checkpointer:
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}: it has to be a dict")
         entries["client_state"] = encode(client_state or {}, tensors, "client_state")
+        # Encoded twice: a load on as many ranks gives each rank its own client_state, a load on another
+        # number rank 0's.
         own = encode(client_state or {}, rank_tensors, "client_state")
         if options.is_asynchronous:  # the caller may change them while they are written
             rank_tensors = {name: value.detach().cpu().clone() for name, value in rank_tensors.items()}
@@ -308,13 +325,27 @@ class Checkpointer:
         with_run: bool,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the checkpoint that ``tag`` names; return its path and this rank's client_state,
-        ``(None, {})`` where there is none, or ``folder`` is None. ``with_run``: counters, data position and
-        random generators, too. ``missing_ok``: see the engine's method. Collective. Raises CheckpointError on
-        every rank.
+        """Load a checkpoint of any number of ranks, stage or offload. Collective.
+
+        Args:
+            folder: Folder of checkpoints, or of one checkpoint. None loads nothing.
+            tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+            strict: Names of parameters must agree with the model's.
+            with_optimizer: Load the optimizer's state and its groups.
+            with_schedule: Load the learning-rate schedule.
+            with_run: Load counters, data position and random generators.
+            missing_ok: A folder that does not exist is like one without a checkpoint.
+
+        Returns:
+            The checkpoint's path and this rank's client_state; ``(None, {})`` without a checkpoint.
+
+        Raises:
+            CheckpointError: On every rank. After one that came halfway, the engine refuses to train until a
+                load succeeds.
         """
         if folder is None:
             return None, {}
+        # A save in the background may be writing the checkpoint that is loaded.
         self.wait()
         folder = absolute(folder)
         node_local = self._options.use_node_local_storage
@@ -327,13 +358,17 @@ class Checkpointer:
                 warn(f"{folder}: no checkpoint found, training starts from step 0")
             return None, {}
         try:
+            # All that can fail without changing a value comes first: reading the facts, then the checks.
             facts = self._read_facts(checkpoint)
             schedule = facts["scheduler"] if with_schedule else None
             self._check_schedule(checkpoint, schedule)
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
             come_to_rest(self._sharded, self._shard_step)
+            # Read before the load replaces them.
             given = self._base_rates()
+            # Set before the first value changes and cleared after the last one: whatever ends the load in
+            # between, check() then refuses to train or save a mixture of two states.
             self._half_loaded = "another rank failed"
             try:
                 restore_shards(checkpoint, self._sharded, step, keep=self._kept_entries(schedule))
@@ -343,6 +378,7 @@ class Checkpointer:
             self._half_loaded = ""
             if with_run:
                 self._go_on_from(facts, schedule)
+                # `folder` may be one checkpoint itself. A save that a signal asks for must not go into that.
                 if checkpoint.folder.parent == folder:
                     self._folder = folder
             if self._comm.rank == 0:

@@ -76,6 +76,7 @@ def send_files(
     """Send files between ranks: ``transfers`` are equal on all of them, ``(from, to, name)``. A file is there
     under its name once it is whole. Collective. Raises CheckpointError on every rank where one has no room.
     """
+    # A receiver has to make its file in full size before it is sent, and only the sender knows the size.
     own = {name: path_of(name).stat().st_size for source, _, name in transfers if source == rank}
     sizes: dict[tuple[int, str], int] = {}
     for source, found in enumerate(channel.exchange(own)):
@@ -89,6 +90,7 @@ def send_files(
                 _make_room(coming[name], sizes[source, name])
 
     all_or_none(channel.exchange, rank, make_room)  # nobody sends to a rank that has no room
+    # All ranks walk `transfers` in one order: gloo pairs the messages of two ranks by their order.
     works = []
     for source, target, name in transfers:
         size = sizes[source, name]
@@ -99,7 +101,9 @@ def send_files(
     for work in works:
         work.wait()
     for name, temporary in coming.items():
+        # Only when all pieces are there: _look() counts a file that has its name as present.
         os.replace(temporary, path_of(name))
+    # After this, every copy of every rank is whole: the caller may delete the snapshot before.
     channel.exchange(None)
 
 
@@ -108,6 +112,7 @@ def _make_room(path: Path, size: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         if size:
+            # A write to a map without memory behind it is a SIGBUS, which ends the process, not an OSError.
             os.posix_fallocate(fd, 0, size)
     finally:
         os.close(fd)
@@ -164,6 +169,7 @@ class Snapshots(Checkpointer):
         self, prepare_save: Callable[[], None], client_state: Callable[[], Mapping[str, Any]] | None
     ) -> None:
         """Begin to take a snapshot if one is due. Collective. Raises CheckpointError."""
+        # A run that has made a step is not at its beginning; a later load means what the script names.
         self._may_go_on = False
         self.poll()
         if client_state is None:  # said at the first step, not only at the first snapshot
@@ -179,6 +185,7 @@ class Snapshots(Checkpointer):
         prepare_save()
         comm = self._comm
         state = all_or_none(comm.exchange, comm.rank, client_state, own=True)
+        # Collective the first time: here, where all ranks are at the same place. _tell() runs in a thread.
         self._places()
         self.save(self._memory, None, state)
 
@@ -186,6 +193,7 @@ class Snapshots(Checkpointer):
         """Give copies to other nodes, and drop the snapshots before this one. Collective, in a thread."""
         channel, places = self._places()
         rank = self._comm.rank
+        # Only the files of ranks. Each node's leader has written the others itself.
         keepers = [(source, to, rank_file(source)) for source, to in places.keepers(self._copies)]
         leads = rank == places.leader(str(self._memory))
         if keepers:
@@ -196,6 +204,8 @@ class Snapshots(Checkpointer):
                     shutil.rmtree(path, ignore_errors=True)
                 raise
         if leads:
+            # The former snapshot goes last. Until send_files() has ended on all ranks, it is the only one
+            # that survives the loss of a node.
             for other in path.parent.iterdir():
                 if other.is_dir() and other != path:
                     shutil.rmtree(other, ignore_errors=True)
@@ -233,6 +243,8 @@ class Snapshots(Checkpointer):
         places = Places.of([place for place, _ in seen])
         by_place = dict(seen)
         chosen = _choose(list(by_place.values()))
+        # Both are times of the state, not of the writing, so a snapshot that ended late does not win over a
+        # newer checkpoint.
         if chosen is None or chosen.moment < on_disk:
             if leads:
                 why = "some shards are lost" if chosen is None else "the disk has a newer checkpoint"
@@ -241,6 +253,8 @@ class Snapshots(Checkpointer):
         channel, _ = self._places()
         transfers = _fetches(chosen, places, by_place, comm.world_size)
         target = self._memory / chosen.tag
+        # A node may have another save under this tag (from before an earlier restart). Its files must not be
+        # mixed with those that are fetched.
         stale = any(seen.tag == chosen.tag and seen.save_id != chosen.save_id for seen in self._look())
         if stale and comm.rank == places.leader(str(self._memory)):
             shutil.rmtree(target, ignore_errors=True)
@@ -253,6 +267,7 @@ class Snapshots(Checkpointer):
             self.damage = str(error)
         if leads:
             warn(f"ignoring the in-memory snapshot: {self.damage}")
+        # Otherwise the next attempt would choose it again.
         if comm.rank == places.leader(str(self._memory)):
             shutil.rmtree(target, ignore_errors=True)
         return None
@@ -289,6 +304,7 @@ def _choose(places: list[list[_Seen]]) -> _Seen | None:
     everywhere = sorted((seen for place in places for seen in place), key=lambda seen: seen.moment)
     for seen in reversed(everywhere):
         same = [other for other in everywhere if other.save_id == seen.save_id]
+        # A file may be on any node: after the loss of a node, its files are those that the next node keeps.
         if set().union(*(other.present for other in same)).issuperset(seen.needed):
             return seen
     return None
@@ -352,6 +368,7 @@ class CheckpointerWithSnapshots(Checkpointer):
         """Load a checkpoint, or in a run that was restarted a newer snapshot. Collective. Raises
         CheckpointError on every rank.
         """
+        # A load of a named tag, or of weights alone, asks for that checkpoint and not for the newest state.
         if tag is None and all(parts.values()):
             path = absolute(folder) if folder is not None else None
             found = self._snapshots.go_on(path, strict=strict)

@@ -63,6 +63,8 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
         used = set(sources.values())
         missing = [name for name, source in sources.items() if source not in there and name not in excluded]
         problems += [f"{name} is not in the checkpoint" for name in missing]
+        # With most names missing it is another model: loading what matches would load almost nothing, and
+        # look like a success.
         fits = fits and 2 * len(missing) <= len(sources)
         problems += [f"{name} is not in the model" for name in there if name not in used]
     if problems:
@@ -102,6 +104,8 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
     for unit in units if count > 1 else ():
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             entry = checkpoint.parameters.get(source_name(checkpoint, name))
+            # Groups may have equal numbers and other members: then a parameter would get the rate and the
+            # decay of another group.
             if entry is not None and entry["trainable"] and slot.group not in (-1, entry["group"]):
                 raise CheckpointError(
                     f"{checkpoint.folder}: has {name} in parameter group {entry['group']}, but the optimizer "
@@ -125,6 +129,8 @@ def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
                 continue
             start = low - unit.layout.slots[index].offset
             cut = cut_of(unit.parameters[index])
+            # The file may have the parameter whole, or cut in another way: elements are asked for by the
+            # part's box in the whole.
             box = None if cut is None else cut.box
             checkpoint.read_into(target[low - first : high - first], name, kind, start, box)
 
@@ -155,6 +161,7 @@ def load_units(
     """Load this rank's values and, with an ``optimizer``, the state of its ``slices``, unit by unit as they
     lie in the files. Raises CheckpointError, DiskError.
     """
+    # Values and state of a unit lie together in a file, so that each chunk of it is read once.
     by_unit: dict[int, list[Described]] = {}
     for part, what in slices:
         if what is not None:
@@ -212,6 +219,7 @@ def restore_groups(
             if key in _OF_THE_RUN or key in keep:
                 continue
             if isinstance(group.get(key), Tensor):
+                # In place: a learning rate that is a tensor is one that kernels on the device read.
                 group[key].fill_(value)
             else:
                 group[key] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -233,6 +241,7 @@ def choose_target(
     Of tags that differ, the ``validation`` "Warn" and "Ignore" take rank 0's; "Fail" is an error. Raises
     CheckpointError on every rank.
     """
+    # The temporary folder of a save has rank 0's name: equal on all ranks, and no other save's.
     places = comm.exchange((str(folder), tag, new_owner()))
     for rank, (other, _, _) in enumerate(places):
         if other != places[0][0] and not node_local:
@@ -282,13 +291,18 @@ def open_chosen(
     if tag == "auto":
         found = _newest_whole(comm, folder, node_local=node_local)
     else:
+        # Rank 0 alone reads `latest`. Ranks that look at different times, or through a file system's cache,
+        # could find different checkpoints.
         found = all_or_none(comm.exchange, comm.rank, lambda: find(folder, tag) if leads else None)[0]
     if found is None:
         return None
+    # By its name: with node-local storage, each rank has the folder that it has passed.
     path = folder if found == folder else folder / found.name
     opened: Checkpoint = all_or_none(
         comm.exchange, comm.rank, lambda: with_advice(path, lambda: Checkpoint(path)), own=True
     )
+    # The tag may have been saved again between two ranks' opens, and nodes with separate folders may have
+    # different saves of it.
     saves = comm.exchange(opened.manifest.get("save_id"))
     if any(save != saves[0] for save in saves):
         other = next(rank for rank, save in enumerate(saves) if save != saves[0])
@@ -321,6 +335,7 @@ def _newest_whole(comm: Comm, folder: Path, *, node_local: bool) -> Path | None:
     for name in names:
 
         def verify(path: Path = folder / name) -> object:
+            # In a shared folder, one rank reads every byte for all.
             if comm.rank and not node_local:
                 return None
             return verified(path)[0].get("save_id")
@@ -397,6 +412,7 @@ def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
             unit.wait_unsharded()
     sharded.reshard_all()
     assert all(unit.state is UnitState.UNSHARDED or unit.shard_params for unit in sharded.units)
+    # Gradients of micro-batches before the load are of the old values.
     sharded.reducer.clear()
     sharded.comm.drain()
     sharded.comm.barrier()
@@ -428,6 +444,7 @@ def restore_shards(
         load_persistent(checkpoint, sharded)
 
     all_or_none(comm.exchange, comm.rank, lambda: with_advice(checkpoint.folder, read))
+    # Gathers, so only after all_or_none(): see Note [All or none] in agree.py.
     stay = [unit for unit in units if unit.trainable and not unit.shard_params]
     for unit in stay:
         unit.refresh()
@@ -436,6 +453,7 @@ def restore_shards(
         unit.wait_unsharded()
     for unit in units:
         unit.changed()
+    # Errors of quantised gradients were made with the old values.
     forget_errors(comm.link)
 
 

@@ -42,6 +42,8 @@ def resume_dir(default: str | None = None) -> str | None:
     if environment.resume_dir is not None or default is None:
         return environment.resume_dir
     folder = os.path.expanduser(default)
+    # Also without `latest`: load_checkpoint() then warns and names the checkpoints. With None, training would
+    # restart without a word.
     tagged = os.path.join(glob.escape(folder), "*", "manifest.json")
     if not os.path.exists(os.path.join(folder, "latest")) and not glob.glob(tagged):
         return None

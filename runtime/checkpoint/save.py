@@ -76,6 +76,7 @@ class Snapshot:
         self.begin(nbytes)
         while self.held_bytes < nbytes + PAGE_BYTES:
             self._add_segment()
+            # Touches every page. Untouched memory would be made at the first copy, while training waits.
             self._segments[-1].zero_()
 
     def begin(self, nbytes: int) -> None:
@@ -104,6 +105,7 @@ class Snapshot:
             else:
                 copy.copy_(source)
             copies.append(copy)
+            # A view of another dtype must begin at a multiple of its item size.
             self._filled += -(-count * part.dtype.itemsize // 64) * 64
             at += count
         return copies
@@ -174,7 +176,8 @@ class Save:
     """Runs one save. :meth:`begin` takes what changes with the next step, :meth:`finish` may run beside
     training.
 
-    Both are collective, and raise CheckpointError on every rank; the former checkpoints stay unchanged then.
+    Both are collective, and raise CheckpointError on every rank (Note [All or none] in agree.py); the former
+    checkpoints stay unchanged then.
     """
 
     def __init__(self, source: Source, target: SaveTarget, link: HostLink) -> None:
@@ -201,6 +204,7 @@ class Save:
         exchange = self._comm.exchange
         rank = self._comm.rank
         target = self._target
+        # An exchange on its own: no rank can create its file before the folder exists.
         all_or_none(exchange, rank, lambda: prepare(target) if target.leader else None)
         try:
             all_or_none(exchange, rank, lambda: self._begin(snapshot), own=True)
@@ -213,6 +217,8 @@ class Save:
         target = self._target
         rank = self._comm.rank
         blocks = list(_blocks(source, target))
+        # A FileWriter takes tensors in the announced order. Blocks on disk are written now and those in
+        # memory by finish(), so the former come first in the file.
         blocks.sort(key=lambda block: block.resident)
         for block in blocks:
             for kind, dtype in block.kinds.items():
@@ -225,6 +231,7 @@ class Save:
         if target.leader:
             self._whole = {**source.tensors}
             self._whole |= {f"buffer.{name}": value for name, value in persistent(source.sharded).items()}
+        # Otherwise the files are made in the background, too.
         if snapshot is None or not all(block.resident for block in blocks):
             self._open_files()
         if snapshot is not None:
@@ -239,7 +246,9 @@ class Save:
                     snapshot.take(block.prefix, pieces)
                 self._later.append(replace(block, open=partial(snapshot.open, block.prefix)))
         if snapshot is not None:
+            # The next forward pass may write to buffers (running means), before the thread has written them.
             self._whole = {name: value.detach().cpu().clone() for name, value in self._whole.items()}
+            # The next step must not overwrite what the copies to the host still read.
             self._link.after_downloads()
 
     def _open_files(self) -> None:
@@ -268,11 +277,15 @@ class Save:
         rank = self._comm.rank
         target = self._target
         try:
+            # See Note [Atomic saves] in format/commit.py. Each phase ends with an exchange: the manifest is
+            # written only when every rank has synced its file, and `latest` replaced only when the checkpoint
+            # has its name.
             parts = all_or_none(exchange, rank, self._finish)
             all_or_none(exchange, rank, lambda: self._complete(parts) if target.leader else None)
         except BaseException:
             self._give_up()
             raise
+        # From here on the checkpoint exists. A failure of what follows leaves it, and `latest` as it was.
         if target.save_latest:
             all_or_none(exchange, rank, lambda: point_to(target) if target.leader else None)
         if target.keep_last is not None:
@@ -328,6 +341,7 @@ def _blocks(source: Source, target: SaveTarget) -> list[ShardBlock]:
         if not unit.trainable and target.exclude_frozen:
             continue
         low, high = _owned(unit, comm, target)
+        # With more copies than aligned parts, some ranks have nothing to write.
         if low < high:
             slices = by_unit.get(id(unit), [])
             found += blocks_of(unit, f"{index:04d}", slices, source.state, low, high)
@@ -342,6 +356,8 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     shards = unit.link.shards
     whole = unit.stop - unit.start == unit.numel
     if target.host is not None:
+        # A node's folder must hold all that its ranks read after a restart, so parts are not split between
+        # nodes.
         return (0, unit.numel if target.leader else 0) if whole else (unit.start, unit.stop)
     low, high = layout.shard_range(unit.link.position)
     # of a pipeline's unit, other stages may have some parameters
@@ -352,6 +368,7 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     if copies == 1:
         return low, high
     place = comm.rank % comm.mesh.tensor if cut is None else cut.copy_index
+    # Parts start at multiples of ALIGN_NUMEL, as shards do.
     step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
     low += (place + in_axis * (unit.data.position // shards)) * step
     return min(low, high), min(low + step, high)
@@ -440,7 +457,9 @@ def _entries(source: Source, target: SaveTarget, parts: Sequence[Mapping[str, An
             if name in merged:
                 _merge(merged[name], entry)
             else:
+                # _merge() appends to it, and the entry belongs to a rank's part.
                 merged[name] = copy.deepcopy(entry)
+    # Merging lists parameters in the order of the ranks; the manifest has the model's order.
     ordered = [name for name, _ in source.sharded.module.named_parameters() if name in merged]
     left_out = [unit for unit in source.sharded.units if target.exclude_frozen and not unit.trainable]
     return {
@@ -465,8 +484,10 @@ _all: WeakSet[BackgroundSave] = WeakSet()
 @atexit.register
 def _fail_if_unsaved() -> None:
     """End the process with code 1 if a save has failed and the script has not been told."""
+    # Exit handlers run after the interpreter has joined the threads that write, so every save has ended here.
     for saves in list(_all):
         if saves.has_unreported_failure:
+            # An exception here would not change the exit code, and os._exit() flushes nothing.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -511,6 +532,7 @@ class BackgroundSave:
             with suppress(OSError, MemoryError):  # then the save itself will say so
                 snapshot.reserve(nbytes)
 
+        # A daemon: memory for later saves is no reason to keep a process that ends.
         self._reserving = threading.Thread(target=take, name="zlaunch-snapshot", daemon=True)
         self._reserving.start()
 
@@ -520,9 +542,12 @@ class BackgroundSave:
         """
         self._snapshot = self._snapshot or Snapshot(self._link)
         if self._reserving is not None:
+            # Both would append segments to the snapshot.
             self._reserving.join()
         if self._writing is None:
             self._writing = HostChannel(self._comm)
+            # Two channels: the thread that writes and the main thread exchange at the same time, in another
+            # order on each rank, and one group pairs messages by their order.
             self._polling = HostChannel(self._comm)
         try:
             save.begin(self._snapshot)
@@ -531,6 +556,8 @@ class BackgroundSave:
                 raise
             self._warn(error)
             return
+        # Not a daemon: the interpreter waits for it, so a script that ends right after save_checkpoint()
+        # still has its checkpoint.
         self._thread = threading.Thread(
             target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
         )
@@ -546,6 +573,8 @@ class BackgroundSave:
             self._use_device()
             then(save.finish(channel.exchange))
             self._has_warned = False
+        # Also what is not a CheckpointError: the main thread has to hear of it from poll(), and a thread's
+        # exception reaches nobody.
         except BaseException as error:
             if not self._is_needed and isinstance(error, CheckpointError):
                 self._warn(error)
@@ -563,6 +592,8 @@ class BackgroundSave:
         """Raise, on all ranks in one step, what the save failed with. Collective while there is one."""
         if self._thread is None or self._polling is None:
             return
+        # Ranks end their threads at different times. The exchange makes all of them raise a failure, or
+        # forget the save, at the same step.
         running, failed = self._polling.any(self._thread.is_alive(), self._error is not None)
         if failed or not running:
             self.wait()
@@ -572,6 +603,7 @@ class BackgroundSave:
         if self._thread is None:
             return
         self._thread.join()
+        # Cleared before the error is raised, so that it is raised once and the next save can start.
         self._thread = None
         error = self._error
         self._error = None

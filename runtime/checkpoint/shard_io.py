@@ -51,10 +51,12 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
     scalars: dict[str, tuple[str, Any]] = {}
     entries = part.entries(state)
     for key, value in entries.items():
+        # Narrow state is saved wide, so its scales need no place in the file.
         if is_scale(entries, key):
             continue
         if part.leaf is not None and is_elementwise(value, part.leaf):
             wide = is_narrow(entries, key) or value.dtype == _wide(part.leaf.dtype)
+            # By name, not by dtype: the load makes it in the width of its own masters.
             tensors[key] = AS_MASTER if wide else NAMES[value.dtype]
         elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(part)):
             scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
@@ -181,6 +183,8 @@ def _read(
 ) -> Iterator[Pieces]:
     """Yield the pieces of a tile: of each kind the slices' parts, with zeros between them."""
     assert unit.store is not None
+    # A kind is one tensor over all elements of the block. Between slices (padding, parameters without this
+    # state) it has zeros.
     with open_tiles([(unit.store, tile, None)], Access.READ) as tiles:
         for _, _, view in tiles:
             pieces: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -222,8 +226,10 @@ def take_values(unit: Unit, fill: Fill) -> None:
         with open_all(unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 _fill_on(view.master, unit.start + view.start, VALUE, fill)
+                # See Note [New values] in zero/store.py. The host waits: the tile's memory is used again.
                 tile.publish().synchronize()
     unit.values.flush()
+    # The link may keep a copy of the old values for repeated gathers.
     unit.link.changed(unit.tag)
 
 
@@ -238,6 +244,7 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
         group = optimizer.param_groups[part.group]
         on_device = bool(group.get("fused") or group.get("capturable"))
         kind = group.get("state_dtype") or "fp32"
+        # All entries exist before any is filled: tensors_in() below finds a slice's tensors by them.
         _take_entries(part, what, state, store.state_room, on_device, kind)
     if not any(what.tensors for _, what in slices):
         return
@@ -272,6 +279,7 @@ def _take_entries(
         part.scalars = {key: _scalar(name, value, None) for key, (name, value) in what.scalars}
         part.on_disk = keys
         return
+    # What the checkpoint lacks must not stay: it would be state of other values.
     former = state.pop(part.leaf, {})
     if what == Description():
         return
@@ -289,6 +297,7 @@ def _take_entries(
             continue
         dtype = _wide(part.leaf.dtype) if name == AS_MASTER else DTYPES[name]
         present = former.get(key)
+        # A tensor that fits is used again: the state is never in memory twice.
         if present is None or not is_elementwise(present, part.leaf) or present.dtype != dtype:
             present = torch.zeros_like(part.leaf, dtype=dtype, requires_grad=False)
         own[key] = present
@@ -302,6 +311,7 @@ def _fill_on(target: Tensor, first: int, kind: str, fill: Fill) -> None:
         return
     for start in range(0, target.numel(), _PIECE_NUMEL):
         part = target.detach()[start : start + _PIECE_NUMEL]
+        # Read before it is filled: elements that the checkpoint lacks keep their values.
         host = part.cpu()
         fill(host, first + start, kind)
         part.copy_(host)

@@ -88,6 +88,7 @@ def problem_of(path: Path) -> str | None:
         names = sorted(file.name for file in path.iterdir() if file.is_file())
     except OSError as error:
         return str(error)
+    # The Trainer writes it last: without it, the save was interrupted.
     if _STATE not in names:
         return f"no {_STATE}"
     problems = (_problem_of_file(path / name) for name in names)
@@ -101,6 +102,8 @@ def problem_of(path: Path) -> str | None:
         return str(error)
     if inner is not None:
         return None if looks_whole(inner) else f"{path.name}/{inner.name} is damaged"
+    # Either an engine's checkpoint without `latest`, which load_checkpoint() would not find, or no optimizer
+    # state.
     if candidates(path) or not list(path.glob("optimizer*")):
         return f"no optimizer state, and no file {LATEST}"
     return _problem_of_weights(path, names)

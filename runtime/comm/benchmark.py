@@ -318,6 +318,7 @@ class NetworkBenchmark:
         round_trip_s = measure(4, _SMALL_REPEATS)
         first_s = measure(min(_FIRST_BYTES, self.limit_bytes), 1)
         size = torch.tensor([self._enough(min(_FIRST_BYTES, self.limit_bytes), first_s)], device=self.device)
+        # The two ends have measured different times; the sender's size counts.
         exchange(size, torch.zeros(1, device=self.device))
         nbytes = int(size)
         seconds = measure(nbytes, _REPEATS) - round_trip_s / 2

@@ -52,6 +52,7 @@ class Order:
     def add(self, channel: int, label: int) -> None:
         """Note that a collective begins."""
         self._recent[channel].append(label)
+        # Plus 1, because label 0 has to change a hash of 0, too.
         self._hashes[channel] = (self._hashes[channel] * 31 + label + 1) % _PRIME
 
     def marks(self) -> list[float]:
@@ -60,6 +61,7 @@ class Order:
         """
         found: list[float] = []
         for value in self._hashes:
+            # In two halves: sums of their squares over the ranks stay below 2 ** 53, where float64 is exact.
             for part in (value & _MASK, value >> _HASH_BITS & _MASK):
                 found += [float(part), float(part * part)]
         return found
@@ -154,6 +156,7 @@ def _close_dropped(exchange: Exchange) -> None:
     """
     if open_comms:
         gc.collect()
+    # Sorted: the groups have to end in the same order on all ranks.
     for number in sorted(set.intersection(*map(set, exchange(sorted(_dropped))))):
         shared, groups = _dropped.pop(number)
         if shared is not None:
@@ -210,6 +213,7 @@ class Comm:
         self.link = self._world
         join = None
         if self.world_size > 1:
+            # See Note [Two channels] in link.py.
             self._world.reduce_group = self.new_group(range(self.world_size))
             waits.start_watch(self.rank, self.world_size)
             _close_dropped(self.exchange)
@@ -217,6 +221,7 @@ class Comm:
             environment = read_environment()
             say = partial(_say, self._labels)
             allowed = share and environment.shared_memory
+            # A debugger holds a rank at a breakpoint while the others wait.
             limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
             join = partial(connect, timeout_s=limit_s, allowed=allowed, describe=say, check=waits.check)
         if mesh is not None:
@@ -276,6 +281,8 @@ class Comm:
         """Raise RankMismatchError that names the ranks whose batches differ, or where the orders part.
         Collective.
         """
+        # Batches before orders: ranks with different batches may also take different branches, and the batch
+        # is the cause.
         seen = self.exchange([(each.ranks, each.seen(), each.complaint) for each in self.batches])
         for everyone in zip(*seen, strict=True):
             for ranks, _, complaint in everyone:
@@ -315,10 +322,17 @@ class Comm:
         return self.link.shared is not None and self.link.shared.release(storage)
 
     def all_gather(self, full: Tensor, source: Tensor, label: int = 0, rounded: bool = False) -> Pending:
-        """Start to fill ``full`` from the ``source`` of every rank of the link.
+        """Start to fill ``full`` from the ``source`` of every rank of the link. Collective.
 
-        ``source`` is this rank's slice of ``full`` itself, or a tensor of another floating dtype, which is
-        cast. It must not change before :meth:`drain`. ``rounded``: as the link allows it.
+        Args:
+            full: Flat, size * s elements on the device, where size is the number of shards of the link.
+            source: This rank's s elements: its slice of ``full`` itself, or a tensor of any floating dtype,
+                which is cast. It must not change before :meth:`drain`.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+            rounded: Send fewer bits if the link allows it (``RankLink.rounds``).
+
+        Returns:
+            What waits for ``full``.
         """
         note = self._begin(GATHER, label, "all_gather", full.numel())
         return self._links.get(label, self.link).all_gather(full, source, label, note, rounded)
@@ -338,19 +352,37 @@ class Comm:
         return self.world_size == 1 or self.shared
 
     def reduce_scatter(self, shard: Tensor, bucket: Tensor, label: int = 0) -> Pending:
-        """Start to fill ``shard`` (any dtype) with this rank's slice of the sum over all ranks of ``bucket``,
-        which must stay untouched until the result has been waited for.
+        """Start to fill ``shard`` with this rank's slice of the sum of ``bucket`` over all ranks. Collective.
+
+        Args:
+            shard: Flat, s elements on the device, any floating dtype. It may be this rank's slice of
+                ``bucket``.
+            bucket: Flat, size * s elements. It must not change before the result has been waited for.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+
+        Returns:
+            What waits for ``shard``.
         """
         note = self._begin(REDUCE, label, "reduce_scatter", bucket.numel())
         return self._links.get(label, self.link).reduce_scatter(shard, bucket, label, note)
 
     def all_reduce(self, tensor: Tensor, label: int = 0) -> Pending:
-        """Start to sum ``tensor`` (its size a multiple of the world size) over all ranks in place."""
+        """Start to sum ``tensor`` over all ranks, in place. Collective.
+
+        Args:
+            tensor: Flat, on the device. Its number of elements is a multiple of the world size.
+            label: What :meth:`label` has returned for the unit. 0 is a tensor of no unit.
+        """
         note = self._begin(REDUCE, label, "all_reduce", 2 * tensor.numel())
         return self._links.get(label, self.link).all_reduce(tensor, label, note)
 
     def all_reduce_scalars(self, tensor: Tensor, what: str = "all-reduces a step's statistics") -> Tensor:
-        """Sum a few numbers over the ranks and return them; not counted as volume."""
+        """Sum a few numbers over the ranks in place, and return them; not counted as volume. Collective.
+
+        Args:
+            tensor: On the device, any shape and dtype.
+            what: What this rank does, for the message of a deadlock.
+        """
         if self.world_size > 1:
             self.calls["scalars"] += 1
             work = dist.all_reduce(tensor, group=self._world.reduce_group, async_op=True)
@@ -358,16 +390,26 @@ class Comm:
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0, among: RankLink | None = None) -> None:
-        """Overwrite ``tensor`` on every rank of a link, by default all, with its rank ``source``'s."""
+        """Overwrite ``tensor`` on every rank of a link with the values of one of them. Collective.
+
+        Args:
+            tensor: On the device, of the same shape and dtype on all ranks.
+            source: The rank within the link whose values count.
+            among: The link; None is all ranks.
+        """
         link = among or self._world
         if link.size > 1 and tensor.numel():
             self._count("broadcast", tensor.numel())
+            # The global rank: torch 2.6 takes no rank within the group here.
             first = dist.get_global_rank(link.gather_group, source)
             work = dist.broadcast(tensor, first, group=link.gather_group, async_op=True)
             Work(work, *self._control("broadcasts values of rank 0"), tensor).wait()
 
     def exchange(self, value: object, what: str = "exchanges values with the other ranks") -> list[Any]:
-        """Return every rank's picklable ``value``, in rank order."""
+        """Return every rank's picklable ``value``, in rank order. Collective.
+
+        ``what`` says what this rank does, for the message of a deadlock.
+        """
         group = self._world.gather_group
         on_host = self.device.type == "cpu"
         return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)
@@ -380,6 +422,7 @@ class Comm:
 
     def close(self) -> None:
         """Release the process groups; the object cannot be used afterwards."""
+        # What this method releases must not be released again by the next engine (_close_dropped).
         self._forsaken.detach()
         open_comms.discard(self)
         if self.link.shared is not None:

@@ -29,6 +29,7 @@ class Cut:
     of_experts: bool = False
     """Tells that ranks with other samples have other parts."""
 
+    # A copy of a model is cut in the same way, and computes with the same ranks.
     def __deepcopy__(self, memo: Any) -> Cut:
         return self
 

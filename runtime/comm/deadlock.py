@@ -125,8 +125,10 @@ class Blocked:
 
 def in_vain(mine: Blocked, other: Blocked) -> bool:
     """Decide whether the two ranks, blocked at one moment, keep each other from going on."""
+    # Two calls of the script itself are not numbered, so nothing proves that they differ.
     if mine.key == other.key or (mine.key is None and other.key is None):
         return False
+    # A collective that this rank has already started needs nothing more from it.
     needs_me = other.key is None or not mine.has_started(other.key)
     needs_other = mine.key is None or not other.has_started(mine.key)
     return needs_me and needs_other
@@ -183,6 +185,7 @@ class DeadlockWatch:
         """Return where the main thread is, if that is a collective."""
         beat = 0 if before is None else before.beat + 1
         frame = sys._current_frames().get(self._waits.main or 0)
+        # One read: the main thread may replace the tuple at any moment.
         note = self._waits.now
         if note is not None:
             number, key, what = note

@@ -1,4 +1,11 @@
-"""Runs collectives within one group of ranks."""
+"""Runs collectives within one group of ranks.
+
+Note [Two channels]. The collectives of one process group must start in one order on all of its ranks. Gathers
+follow the forward pass and its prefetches, reductions the ends of units in the backward pass, and how the two
+interleave may differ between ranks. Each kind therefore has a channel: a separate process group, or in shared
+memory separate sequence numbers. Within a channel all ranks have one order, and ``Order`` compares it
+(``collectives.py``). Between the channels there is no order.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,8 @@ class RankLink:
     """Runs the collectives of a group, in which this rank has the place ``position``.
 
     Reductions have a separate process group, so that they neither wait for gathers nor need to be issued in
-    one common order with them. ``shared`` memory, where there is any, is used instead of both.
+    one common order with them (Note [Two channels]). ``shared`` memory, where there is any, is used instead
+    of both.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class RankLink:
         """
         own = self.part_of(full)
         if own.data_ptr() != source.data_ptr():
+            # The source may have another dtype (master values): the copy casts it.
             own.copy_(source, non_blocking=True)
         if self.size == 1:
             return DONE
@@ -81,6 +90,7 @@ class RankLink:
         if self.shared is not None:
             return Noted(self.shared.reduce_scatter(REDUCE, shard, bucket, label), *note)
         if self._native_reduce_scatter:
+            # NCCL sums in the dtype that it sends, so a wider shard is filled from a sum in the bucket's.
             direct = shard.dtype == bucket.dtype
             pieces = shard if direct else torch.empty_like(shard, dtype=bucket.dtype)
             sent = reduce_scatter_flat(pieces, bucket, group=self.reduce_group, async_op=True)
@@ -89,6 +99,8 @@ class RankLink:
         pieces = torch.empty_like(bucket)
         sent = dist.all_to_all_single(pieces, bucket, group=self.reduce_group, async_op=True)
         work = Work(sent, *note, bucket)
+        # This rank's piece first, then the others by rank: sums in shared memory have that order, so both
+        # give the same bits.
         return work.then(lambda: sum_pieces(shard, pieces.view(self.size, -1), self.position))
 
     def rounds(self, trained: bool) -> bool:

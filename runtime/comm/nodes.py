@@ -295,6 +295,7 @@ def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -
         over_gloo=True,
     )
     shared = join(link.position, link.size, exchange, first=comm.rank - link.position)
+    # In all groups or in none: Comm.shared decides on all ranks how buffers are made and when ranks drain.
     if all(comm.exchange(shared is not None)):
         link.shared = shared
     elif shared is not None:
@@ -310,6 +311,8 @@ def _group(comm: Comm, groups: Sequence[Sequence[int]]) -> RankLink:
     """Make the groups; return the link of the one that this rank is in. Collective."""
     found: Any = None
     for ranks in groups:
+        # Two groups: see Note [Two channels] in link.py. Every rank makes every group, in one order, because
+        # torch's new_group() is collective for all ranks.
         made = [comm.new_group(ranks) for _ in range(2)]
         if comm.rank in ranks:
             found = RankLink(comm.device, len(ranks), ranks.index(comm.rank), *made)
@@ -331,7 +334,9 @@ def _bandwidth(comm: Comm, link: RankLink) -> float:
         if on_gpu:
             torch.cuda.synchronize(comm.device)
         taken.append(time.perf_counter() - start)
+    # Without the first round, which warms up.
     bus = 2 * (link.size - 1) / link.size * buffer.nbytes / min(taken[1:])
+    # One number for all ranks: each has to choose the same links by it.
     return float(min(comm.exchange(bus)))
 
 

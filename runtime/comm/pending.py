@@ -73,6 +73,8 @@ class Waits:
     @contextmanager
     def waiting(self, key: Key, what: str) -> Iterator[None]:
         """Note that the main thread waits for a collective inside the context."""
+        # Other threads (saves, the step in the background) may wait at the same time. The watch judges the
+        # main thread alone.
         if threading.get_ident() != self.main:
             yield
             return
@@ -84,10 +86,12 @@ class Waits:
             yield
         finally:
             self.now = outer
+            # The outer wait counts the time of those inside it.
             self.seconds += 0.0 if outer is not None else time.perf_counter() - start
 
     def check(self) -> None:
         """Do what other ranks wait for; raise RankMismatchError once this rank is known to wait in vain."""
+        # Before the verdict: another rank may wait for a hop that only this rank can begin.
         for helper in list(self.helpers):
             helper.advance()
         if self.verdict is not None:
@@ -162,6 +166,8 @@ class _Then(Pending):
     def wait(self) -> None:
         self.before.wait()
         function = self._function
+        # Both before the call: it runs once, even if it fails, and the tensors of the work before it are
+        # released.
         self._function = _nothing
         self.before = DONE
         function()
@@ -210,6 +216,7 @@ class Work(Pending):
 
     @property
     def ready(self) -> bool:
+        # Not is_completed(): see await_work().
         return self.work is None or bool(self.work.get_future().done())
 
     def wait(self) -> None:
@@ -247,7 +254,9 @@ def sum_pieces(shard: Tensor, pieces: Tensor, first: int = 0) -> None:
 
     Row ``first`` comes before the others: sums in shared memory have that order, too.
     """
+    # A fixed order, because the order of summation decides the bits of the result.
     rows = [pieces[first], *(pieces[i] for i in range(pieces.shape[0]) if i != first)]
+    # One pass over memory for the first two.
     if len(rows) >= 2 and pieces.dtype == shard.dtype:
         torch.add(rows[0], rows[1], out=shard)
         rest = rows[2:]
@@ -269,11 +278,13 @@ def exchange_objects(
         with waits.waiting(key, what):
             dist.all_gather_object(values, value, group=group)
         return values
+    # Not all_gather_object(): it waits inside torch, where the verdict of the watch could not be raised.
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     mine = torch.tensor([own.numel()], dtype=torch.int64)
     await_work(dist.all_gather(sizes, mine, group=group, async_op=True), key, what)
     largest = max(int(size) for size in sizes)
+    # gloo gathers tensors of one size.
     padded = torch.nn.functional.pad(own, (0, largest - own.numel()))
     parts = [torch.empty_like(padded) for _ in range(world_size)]
     await_work(dist.all_gather(parts, padded, group=group, async_op=True), key, what)

@@ -134,6 +134,7 @@ def end_process() -> None:
 
     After an error this does not wait: a collective that this rank has begun may never end.
     """
+    # Set when an exception has ended the script: by the interpreter, or by the worker's bootstrap.
     if getattr(sys, "last_value", None) is None:
         close_all()
     else:
@@ -146,7 +147,9 @@ def close_all() -> None:
 
     Threads of a process group that is still alive while the interpreter is torn down can abort the process.
     """
+    # First, because its thread uses the store of the default group.
     waits.stop_watch()
+    # Their groups end before the default group, from whose store they were made.
     for comm in list(open_comms):
         comm.close()
     if dist.is_initialized():

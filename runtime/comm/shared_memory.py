@@ -161,12 +161,15 @@ class PeerTransfer(Pending):
         if not self.unread:
             return
         while self.unread:
+            # In the fixed order, even if a later peer is ready: the order of summation decides the bits of
+            # the result.
             peer = self.unread[0]
             if self.key not in peer.ready:
                 return
             chunk, offset, _ = peer.ready.pop(self.key)
             self._read(peer, chunk, offset)
             self.unread.pop(0)
+            # After the read: the owner waits for this before it changes its part.
             self._shared.tell(peer, _DONE, self.key)
         if self._then is not None:
             self._next = self._then()
@@ -196,7 +199,7 @@ class PeerTransfer(Pending):
 class SharedMemory:
     """Connects the ranks of one machine; keeps their arenas and the collectives under way between them.
 
-    All ranks must start the collectives of one channel in one order.
+    See Note [Protocol]. All ranks must start the collectives of one channel in one order.
     """
 
     def __init__(
@@ -235,6 +238,7 @@ class SharedMemory:
         """Return a flat tensor that the other ranks can read. Its memory lives as long as this object."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
+        # Whole pages: release() punches a hole, in which no other tensor may lie.
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         if not self._chunks or self._chunks[-1].used + nbytes > self._chunks[-1].nbytes:
             self._grow(max(CHUNK_BYTES, nbytes))
@@ -260,6 +264,7 @@ class SharedMemory:
         try:
             os.ftruncate(fd, nbytes)
             for peer in self._peers.values():
+                # A socket keeps the order: a peer maps the file before it hears of a part in it.
                 self.tell(peer, _CHUNK, (0, 0), len(self._chunks), nbytes, fd)
             self._chunks.append(Chunk(fd, nbytes))
         finally:
@@ -335,6 +340,9 @@ class SharedMemory:
         assert numel * self.world_size == tensor.numel()
         own = tensor[self.rank * numel : (self.rank + 1) * numel]
         key = self._key(channel)
+        # The second half has a separate channel with the same number. It overwrites the other ranks' slices
+        # of `tensor`. That is safe: a peer announces its sum after it has read its slice of all ranks' parts,
+        # so nobody reads the slice that is overwritten here.
         second = (key[0] | 128, key[1])
         return self._reduce(
             key, own, tensor, label, lambda: self._gather(second, tensor, own, label, exclusive=True)
@@ -356,10 +364,12 @@ class SharedMemory:
     ) -> PeerTransfer:
         peers = list(self._peers.values())
         transfer = PeerTransfer(self, key, peers, read, identity, exclusive=exclusive, then=then)
+        # Before the first token: tell() receives while a socket is full, and a DONE finds its transfer here.
         self._transfers[key] = transfer
         place = self._place_of(source)
         for peer in peers:
             self.tell(peer, _READY, key, *place, identity=identity)
+        # Also of peers that were ready before: a mismatch is raised before anything is read.
         for peer in peers:
             self._compare(peer, key)
         self.progress()
@@ -501,6 +511,8 @@ class SharedMemory:
 def _place() -> tuple[object, ...]:
     """Return a value that is equal in two processes that can share memory and sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # Abstract socket names belong to a network namespace; the process ids that are compared below to a PID
+    # namespace.
     return boot, os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/pid").st_ino, os.getuid()
 
 
@@ -523,10 +535,12 @@ def connect(
     offer: object = None
     if allowed and hasattr(os, "memfd_create"):
         with suppress(OSError):
+            # A system may forbid memfd; then all ranks use gloo.
             os.close(os.memfd_create("zlaunch", os.MFD_CLOEXEC))
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             name = f"zlaunch-{uuid.uuid4().hex}"
             listener.bind("\0" + name)  # an abstract name: it vanishes with the socket
+            # Before the offer: the others connect as soon as they have it.
             listener.listen(world_size)
             offer = (_place(), name, os.getpid())
     offers = exchange(offer)

@@ -67,6 +67,8 @@ class Relay:
         """Begin what can be begun, without waiting."""
         before: _Relayed | None = None
         for relayed in list(self._queue):
+            # Fewer hops left than here: the collective before this one has begun the hop that this one begins
+            # now.
             while relayed.left and (before is None or len(before.left) < len(relayed.left)):
                 if not relayed.present.ready:
                     break
@@ -91,6 +93,7 @@ class _Relayed(Pending):
         self._advance_all = advance_all
 
     def begin_next(self) -> None:
+        # It has ended. This runs what follows it (then), such as the sum of its pieces.
         self.present.wait()
         self.present = self.left.popleft()()
 
@@ -110,6 +113,7 @@ def advance_until(over: Callable[[], bool], advance: Callable[[], None]) -> None
     look = time.monotonic() + _LOOK_S
     while not over():
         advance()
+        # A gloo Work has nothing to wait for beside other sources, so its end is polled.
         time.sleep(_PAUSE_S)
         if time.monotonic() > look:
             waits.check()
@@ -227,6 +231,7 @@ class PackedLink(RankLink):
         self._add(rows.nbytes)
 
         def unpack() -> None:
+            # Also this rank's own part: all ranks have to compute with equal values.
             for row, part in zip(rows.split(n), full.split(s), strict=True):  # type: ignore[no-untyped-call]
                 dequantize(row, part, bits=_BITS)
 
@@ -338,9 +343,12 @@ class TwoHops(RankLink):
         else:
             mine = self._copy(key, part, full.dtype)
         hops = [lambda: self.inner.all_gather(full, mine, label, note)]
+        # In place, the source lies in `full` itself, so there is no copy that could have the values.
         if in_place or key not in self._valid:
             own = mine[self.outer.position * s : (self.outer.position + 1) * s]
             if not in_place:
+                # When the gather begins, not when it ends: a later gather begins its hop inside the group
+                # behind this one's.
                 self._valid.add(key)
                 own.copy_(source, non_blocking=True)
             hops.insert(0, lambda: self.outer.all_gather(mine, own, label, note, rounded))
@@ -409,6 +417,7 @@ class TwoHops(RankLink):
             self._valid.discard(key)
             if self.shared is None:
                 self._copies.pop(key, None)
+            # Shared memory is never freed, so the tensor stays for the next gather and only its pages go.
             elif key in self._copies:
                 self.shared.release(self._copies[key].untyped_storage())
 
@@ -423,6 +432,7 @@ class TwoHops(RankLink):
 
     def drain(self) -> None:
         """Finish all second hops, and what other ranks read here."""
+        # Before the drain: other ranks may wait for a hop that has not begun here.
         advance_until(lambda: self._gathers.is_empty and self._reductions.is_empty, self.advance)
         super().drain()
         # passes use rounded copies of these units; exact ones were made for a script that has looked

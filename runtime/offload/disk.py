@@ -81,6 +81,8 @@ class ScratchFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise DiskError(error.errno, f"{self.path}: {_explain(error, nbytes)}") from None
+            # The file gets its size all the same: check() compares it, and a write behind the end would leave
+            # a hole.
             os.ftruncate(self.fd, offset + size)
         self.reserved_bytes += size
         return offset
@@ -134,6 +136,7 @@ class DiskTransfer:
         every call.
         """
         start = time.perf_counter()
+        # All of them, even after an error: a block that still moves would use a buffer that is lent again.
         for part in self._parts:
             error = part.exception()
             self._error = self._error or error
@@ -191,6 +194,7 @@ class DiskEngine:
     ) -> DiskTransfer:
         if len(buffer) % ALIGN_BYTES or offset % ALIGN_BYTES:
             raise ValueError(f"{file.path}: {len(buffer)} bytes at {offset} are not aligned")
+        # Here, in the caller's thread: the error comes before any block has moved.
         file.check()
         parts = []
         for start in range(0, len(buffer), self.block_bytes):
@@ -282,6 +286,7 @@ def _remove_on_sigterm() -> None:
     """Remove the folders at SIGTERM, too, which by default ends a process without its exit functions."""
     if threading.current_thread() is not threading.main_thread():
         return
+    # A handler of the script or of the worker ends the process in another way, with its exit functions.
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
@@ -289,6 +294,7 @@ def _remove_on_sigterm() -> None:
         for folder in list(_folders):
             folder.remove()
         signal.signal(number, signal.SIG_DFL)
+        # By the signal itself: the parent has to see that it has ended the process.
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, end)
@@ -301,6 +307,8 @@ def _make(root: Path, prefix: str) -> tuple[Path, int]:
         try:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # A sweep may have locked and removed the folder between the open and the lock. Then this lock is
+            # on a file without a name.
             if os.stat(path / _LOCK).st_ino == os.fstat(lock).st_ino:
                 return path, lock
             os.close(lock)

@@ -133,6 +133,7 @@ class Offload:
 
     def _file(self, path: str | None, name: str) -> ScratchFile:
         assert path is not None
+        # One folder and lock for a path, also if states and parameters are both there.
         folder = next((f for f in self.folders if f.root.absolute() == Path(path).absolute()), None)
         if folder is None:
             folder = ScratchFolder(path, self.comm.rank)
@@ -152,6 +153,7 @@ class Offload:
         """Make the stores of a shard."""
         facts = replace(facts, narrow_masters=self.options.narrow_masters)
         tier = Tier.DEVICE
+        # Parameters that are unfrozen later are not in the share that was planned.
         if facts.trainable and (facts.is_new or self._leaving > 0):
             tier = self.options.optimizer
             self._leaving -= 0 if facts.is_new else facts.numel
@@ -188,6 +190,7 @@ class Offload:
         if facts.in_unit is not None:
             return DeviceValues(facts.in_unit, self._upload)
         tier = self._values_tier(values.numel())
+        # The master itself: a step then needs no copy for the gathers.
         if master is not None and master_tier is tier is Tier.DEVICE:
             return DeviceValues(master)
         if master is not None and master_tier is tier and master.dtype == facts.dtype:
@@ -222,6 +225,7 @@ class Offload:
 
     def close(self) -> None:
         """End the disk's threads and remove the folders."""
+        # The threads first: they use the buffers, the files and the folders that are released below.
         if self.engine is not None:
             self.engine.close()
         self.link.close()
@@ -254,6 +258,7 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
         buffer_count=int(optimizer.buffer_count),
         tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
         block_bytes=int(aio.block_size),
+        # A thread has one request under way, so DeepSpeed's queue depth is a number of threads here.
         threads=max(int(aio.queue_depth), int(aio.intra_op_parallelism)),
         state_count=state_count,
         narrow_masters=config.bf16.master_weights == "stochastic",
@@ -268,6 +273,7 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
     if optimizer is not None and section is not None and section.device == "nvme" and not known:
         try:
             groups = range(len(optimizer.param_groups))
+            # The file reserves room for a fixed number of states, before the first step has made any.
             states = max([0, *(_count_elementwise_states(optimizer, index) for index in groups)])
         except ValueError as error:
             raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None

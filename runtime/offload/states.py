@@ -99,10 +99,14 @@ class StateMover:
             for key, piece in self._pieces().items()
             if key not in self._moved and piece.storage.nbytes() and piece.names <= away
         ]
+        # A view in the script would read released memory, which crashes a process on the CPU.
         kept = _still_viewed(chosen)
         leaving = [piece for piece in chosen if piece not in kept]
+        # First, because the host may lack the memory: then nothing has changed.
         moved = self._copy_out(leaving, link)
         for unit in self._sharded.units:
+            # Before the memory goes: from here on, each access is refused instead of reading what is
+            # released.
             unit.away = frozenset(away)
             if VALUES in names and not unit.shard_params:
                 unit.hide()
@@ -110,6 +114,8 @@ class StateMover:
         if not non_blocking:
             for each in moved:
                 each.copied.wait()
+        # With non_blocking, copies may still run here. download() has recorded their stream, so the memory is
+        # used again only after they have read it.
         for each in moved:
             self._release(each)
         if BUFFERS in names:
@@ -117,6 +123,7 @@ class StateMover:
         if kept:
             _complain(kept)
         if self._device.type == "cuda" and not non_blocking:
+            # Other processes get memory that the allocator has given back, not what it keeps for later.
             torch.cuda.empty_cache()
 
     def reload(self, *, non_blocking: bool) -> None:
@@ -133,7 +140,9 @@ class StateMover:
                 moved.copied.wait()
                 if moved.storage.nbytes() != moved.nbytes:
                     moved.storage.resize_(moved.nbytes)
+                # With a separate version counter: this must not look like a write of the script.
                 target = _bytes_of(moved.storage)
+                # After the allocation, which may fail: what is still listed comes with the next call.
                 del self._moved[key]
                 if moved.buffer is None:
                     target.zero_()
@@ -206,6 +215,7 @@ class StateMover:
                     f"engine.offload_states() was called while {unit.names[0]} is gathered: exit "
                     "GatheredParameters first"
                 )
+        # Other ranks may still read this rank's part of a gather.
         sharded.comm.drain()
         drop_copies(sharded.comm.link)
 
@@ -251,6 +261,7 @@ class StateMover:
         try:
             for piece in pieces:
                 nbytes = piece.storage.nbytes()
+                # Between a step and the next backward pass, gradients are memory without content.
                 matters = piece.names != {GRADIENTS} or self._reducer.passes > 0
                 buffer = link.take(nbytes) if matters else None
                 moved.append(each := _Moved(piece.storage, nbytes, link, buffer))
@@ -268,6 +279,7 @@ class StateMover:
         """Release a storage's memory. On a CPU one that NumPy has been given keeps it: no such storage can be
         resized.
         """
+        # See Note [Shared memory]: release() takes what cannot be resized.
         if not self._sharded.comm.release(moved.storage) and moved.storage.resizable():
             moved.storage.resize_(0)
         self._moved[moved.storage._cdata] = moved

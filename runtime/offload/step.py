@@ -81,6 +81,8 @@ def _update(rule: UpdateRule, slices: Sequence[ShardSlice], tile: TileView, stat
     assert tile.grad is not None
     if tile.out is not None:
         _fill_uncovered(tile.out, tile.master, [part.span(tile) for part in slices])
+    # The optimizer has no entry for these slices. Their state is made from the tile, and taken back after the
+    # update.
     on_disk = slices[0].leaf is None
     if on_disk:
         state = defaultdict(dict)
@@ -121,6 +123,7 @@ def _keep_on_disk(part: ShardSlice, tile: TileView, leaf: Tensor, after: dict[st
         )
     for name, region in zip(names, tile.state, strict=False):
         kept = region[part.span(tile)]
+        # State that the update has made, or replaced, is not in the tile yet.
         if after[name].data_ptr() != kept.data_ptr():
             kept.copy_(after[name])
     part.scalars = {name: value for name, value in after.items() if name not in names}
@@ -169,8 +172,10 @@ class BackgroundStep(StepMethod):
         """Do the step, or begin it. Raises DiskError if it was done at once."""
         after: torch.cuda.Event | None = None
         if self._comm.device.type == "cuda":
+            # The device may still run passes that read the old values: no upload starts before their end.
             after = torch.cuda.current_stream(self._comm.device).record_event()
         stepped = step_tiles(rule, slices, rule.optimizer.state, after)
+        # For all units, before anything is stepped: the script may touch a parameter as soon as this returns.
         self._arrivals = {id(unit): _Arrival() for unit in self._units}
         if not self._background:
             self._run(rule, stepped)
@@ -181,6 +186,7 @@ class BackgroundStep(StepMethod):
         for unit in self._units:
             arrival = self._arrivals[id(unit)]
             if unit.store is not None:
+                # The next gradient of this unit must not replace the one that the thread still reads.
                 unit.store.reader = arrival
             if unit.shard_params:
                 unit.updated = arrival
@@ -201,12 +207,15 @@ class BackgroundStep(StepMethod):
             rule.end()
         except BaseException as error:
             self._error = error
+        # Every unit, also those that had nothing to step or that an error has left out: a pass would wait
+        # forever for an arrival that does not come.
         for arrival in self._arrivals.values():
             arrival.come([], self._error)
 
     def check(self) -> None:
         """Raise what ended a step early."""
         if self._error is not None:
+            # The error stays: after an incomplete step, each further call raises it.
             self._told = True
             raise self._error
 
@@ -241,6 +250,7 @@ class _Arrival(Pending):
         return self._event.is_set()
 
     def come(self, uploads: Sequence[Pending], error: BaseException | None = None) -> None:
+        # The first call counts: uploads that have come are not replaced by the error of a later unit.
         if not self._event.is_set():
             self._uploads = uploads
             self._error = error

@@ -40,6 +40,7 @@ class BufferRing:
         """Make later buffers at least this large."""
         if nbytes > self.nbytes:
             self.nbytes = nbytes
+            # Smaller buffers would be lent again otherwise.
             for buffer in self._free:
                 self._link.pool.give_back(buffer)
             self._free.clear()
@@ -56,6 +57,8 @@ class BufferRing:
                 return self._free.pop()
             if self._lent + len(self._writing) <= self._count:
                 return self._link.pool.take(self.nbytes)
+            # Counted as lent under the lock, waited for without it: another thread can return a buffer
+            # meanwhile.
             buffer, transfer = self._writing.popleft()
         try:
             transfer.wait()
@@ -78,6 +81,7 @@ class BufferRing:
     def spare(self) -> bool:
         """Tell whether ``take`` would not wait."""
         with self._changed:
+            # The oldest write alone: take() waits for that one.
             written = bool(self._writing) and self._writing[0][1].done
             return written or bool(self._free) or self._lent + len(self._writing) < self._count
 
@@ -88,6 +92,7 @@ class BufferRing:
                 if not self._writing:
                     return
                 buffer, transfer = self._writing.popleft()
+                # give_back() below counts it down again.
                 self._lent += 1
             try:
                 transfer.wait()
@@ -148,8 +153,12 @@ class HostValues(ValueStore):
         if self.is_gathered_directly or self.tensor is None:
             return super().start_gather(unit)
         own = unit.own_part()
+        # After two things: the memory of `own` may still be read by what the compute stream has queued, and
+        # the new values may still be on their way to the host.
         upload = self._link.upload(self.tensor, own, self._link.mark(), self._sent.event)
         with self._link.behind_uploads():
+            # The collective is started here, on the uploads' stream: it follows the copy, and the host waits
+            # for neither.
             return upload.then(unit.gather_from(own).wait)
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
@@ -159,6 +168,7 @@ class HostValues(ValueStore):
         if values.device.type != target.device.type:
             self._sent = self._link.download(values.to(target.dtype), target)
         elif target.data_ptr() != values.data_ptr():
+            # Values on their way from the device would overwrite these later.
             self.flush()
             target.copy_(values)
         return DONE
@@ -244,6 +254,7 @@ class HostStore(ShardStore):
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
         """Start to copy a gradient, or its sum with the former ones, to the host."""
+        # A step in the background may still read the former gradient.
         self.reader.wait()
         self.reader = DONE
         if first:
@@ -257,6 +268,7 @@ class HostStore(ShardStore):
                 self._sum = self._link.empty(total.numel(), total.dtype)
             self._home = self._sum
         self._squares = squares_of([total[start:stop] for start, stop in self.cuts])
+        # Kept until the copy has arrived.
         self._source = total
         self._arrival = self._link.download(total, self._home)
         self.has_grad = True
@@ -265,6 +277,7 @@ class HostStore(ShardStore):
         """Copy the sum so far to the device, and add a gradient."""
         assert self._home is not None
         there = torch.empty_like(self._home, device=shard.device)
+        # The former sum may still be on its way to the host, from which this copies it back.
         self._link.upload(self._home, there, self._link.mark(), self._arrival.event).wait()
         return there.to(self._rest).add_(shard)
 
@@ -299,6 +312,7 @@ class _BufferedTile(OpenTile):
         return self._sent
 
     def close(self) -> None:
+        # The upload reads from the buffer: it is lent again only after that.
         self._buffers.give_back(self._buffer, self._sent.synchronize)
 
     def abandon(self) -> None:
@@ -427,6 +441,7 @@ class DiskStore(ShardStore):
         try:
             read = self._engine.read(self._file, _bytes_of(buffer)[:nbytes], tile.offset) if nbytes else None
         except BaseException:
+            # Otherwise the ring would have one buffer less for ever, and in the end wait for itself.
             self._ring.give_back(buffer)
             raise
         return _TileInBuffer(self, tile, access, buffer, read)
@@ -447,6 +462,7 @@ class DiskStore(ShardStore):
         if access is Access.READ:
             self._ring.give_back(buffer)
             return
+        # State that was not read must not be written: the buffer has other data in its place.
         only_master = access in (Access.REPLACE, Access.MASTER)
         nbytes = tile.region_bytes if only_master else tile.state_bytes
         self._ring.give_back(buffer, self._engine.write(self._file, _bytes_of(buffer)[:nbytes], tile.offset))
@@ -463,6 +479,7 @@ class DiskStore(ShardStore):
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
         """Start to write a gradient, or its sum with the former ones; keep one that ``stays``."""
+        # As in HostStore: a step in the background may still read the former gradient.
         self.reader.wait()
         self.reader = DONE
         self.has_grad = True
@@ -485,6 +502,7 @@ class DiskStore(ShardStore):
         if first:
             arrival = self._link.download(part.to(grad.dtype), grad)
         else:
+            # Only the gradient is read here, so the region of the master values is free.
             landed = tile.region(buffer, 0)
             arriving = self._link.download(part.to(landed.dtype), landed)
             self._engine.read(self._file, view, offset).wait()
@@ -497,6 +515,7 @@ class DiskStore(ShardStore):
                     if start < tile.stop and stop > tile.start
                 ]
             )
+        # The disk's thread waits for the copy from the device; the backward pass continues.
         self._ring.give_back(buffer, self._engine.write(self._file, view, offset, after=arrival.wait))
 
     def grad_squares(self) -> list[Tensor]:
@@ -544,11 +563,13 @@ class _TileInBuffer(OpenTile):
         return self._sent
 
     def close(self) -> None:
+        # The upload of the new values reads from this buffer.
         self._sent.synchronize()
         self._store._write(self._tile, self._access, self._buffer)
 
     def abandon(self) -> None:
         arriving = self._read if self._read is not None and not self._read.done else None
+        # A read under way still fills the buffer: the ring waits for it before it lends the buffer again.
         self._store._ring.give_back(self._buffer, arriving)
 
 
@@ -580,6 +601,8 @@ class DiskValues(ValueStore):
         reading = self._start_read()
 
         def gather() -> None:
+            # At the first wait, not when the read ends: reads of several units end in another order on each
+            # rank, and collectives need one order.
             pending = unit.gather_from(reading.values())
             reading.release()
             pending.wait()
@@ -607,6 +630,7 @@ class DiskValues(ValueStore):
         once.
         """
         nbytes = aligned(values.numel() * self._dtype.itemsize)
+        # A copy, because the caller's tile goes back to the ring before this write has ended.
         buffer = self._behind.take(nbytes)
         buffer[: values.numel() * self._dtype.itemsize].view(self._dtype).copy_(values)
         offset = self._offset + start * self._dtype.itemsize

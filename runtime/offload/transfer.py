@@ -27,6 +27,7 @@ class HostLink:
         self._down = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device) if self.cuda else None  # type: ignore[no-untyped-call]
         self._later: list[tuple[torch.cuda.Event, Tensor]] = []
+        # The step in the background and the main thread both take buffers.
         self._lock = threading.Lock()
         self._kept: dict[int, Tensor] = {}
         """Maps addresses to the buffers that ``empty`` has returned."""
@@ -86,10 +87,13 @@ class HostLink:
         if self._down is None:
             target.copy_(source)
             return DONE
+        # What computes the source is queued on the current stream, and need not have ended.
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         with named("download"), torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
             event = self._down.record_event()
+        # The allocator knows the compute stream only. It must not give the source's memory to that before the
+        # copy has read it.
         source.record_stream(self._down)
         return HostEvent(event)
 

@@ -64,6 +64,8 @@ class ParameterPart:
         """
         part = self.slice
         if part.leaf is None:
+            # Regions of a tile belong to names in sorted order. With other names, a region has the content of
+            # another state.
             if part.on_disk != list(names):
                 for region in tile.state[: len(names)]:
                     region[part.span(tile)].zero_()
@@ -221,14 +223,17 @@ class CollectiveStep(StepMethod, ABC):
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step. Raises DiskError. Collective."""
+        # Outside of the try: what it raises has changed nothing, and another step may follow.
         self.prepare(rule, slices, used)
         if self.comm.device.type == "cuda":
+            # The device may still run passes that read the old values: no upload starts before their end.
             self._after = torch.cuda.current_stream(self.comm.device).record_event()
         try:
             with torch.no_grad():
                 self.run(rule, parts_of(slices), rule.optimizer.state)
             self.await_uploads()
         except BaseException as error:
+            # The error stays: after an incomplete step, each further call raises it.
             self._error = error
             raise
         finally:
@@ -241,6 +246,7 @@ class CollectiveStep(StepMethod, ABC):
     def publish(self, tile: OpenTile, view: TileView) -> None:
         """Send a tile's new values to where gathers read."""
         if view.out is not None:
+            # No kernel of these optimizers writes the copy in the compute dtype.
             view.out.copy_(view.master)
         self._uploads.append(tile.publish(self._after))
 
@@ -330,6 +336,7 @@ class MatrixExchange:
         mine: dict[tuple[int, int], list[tuple[ParameterPart, Tensor]]] = defaultdict(list)
         for part, value in parts.items():
             mine[id(part.unit), part.index].append((part, value))
+        # In one order on all ranks, so that what they send needs no description.
         known = (matrix for unit in self._units for matrix in self._matrices[id(unit)])
         matrices = [matrix for matrix in known if (id(matrix.unit), matrix.index) in mine]
         flat = {matrix: _joined(mine[id(matrix.unit), matrix.index]) for matrix in matrices}
@@ -338,6 +345,7 @@ class MatrixExchange:
         for matrix in matrices:
             for extent in matrix.holders:
                 source = matrix.source(extent)
+                # One rank sends each range, also where several ranks keep it (stage 0, or copies of groups).
                 if source == rank:
                     outgoing[matrix.owner].append(flat[matrix][extent])
                 if matrix.owner == rank:
@@ -371,6 +379,7 @@ class MatrixExchange:
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[tuple[Matrix, Range]]]
     ) -> list[list[Tensor]]:
         """Send values to each rank; return what the ranks have sent, cut into ranges."""
+        # The receiver knows how much comes from each rank, because it lists the same matrices.
         numels = [[extent[1] - extent[0] for _, extent in each] for each in incoming]
         empty = torch.empty(0, dtype=torch.bfloat16, device=self._comm.device)
         sent = torch.cat([value.reshape(-1) for values in outgoing for value in values] or [empty])
@@ -410,7 +419,9 @@ def _deal(unit: Unit, ranges: Sequence[Range], groups: set[int], load: list[floa
             for (low, high), ranks in sorted(by_range.items())
             if low < slot.stop and high > slot.offset
         }
+        # All ranks compute the same owners from the same ranges: no message is needed to agree on them.
         owner = min(sorted({rank for ranks in holders.values() for rank in ranks}), key=load.__getitem__)
+        # In proportion to the products of the iteration: rows x rows x columns with rows the smaller side.
         load[owner] += float(slot.numel) * min(shape[0], slot.numel // shape[0])
         found.append(Matrix(unit, index, slot.group, owner, holders))
     return found

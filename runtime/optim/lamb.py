@@ -25,6 +25,20 @@ class Lamb(torch.optim.Optimizer):
     With ``r = m / (sqrt(v) + eps) + weight_decay * w`` and bias-corrected moments, each parameter moves by
     ``lr * ratio * r``. The ratio is ``|w| / |r|``, clamped to ``min_coeff`` and ``max_coeff``, or 1 if a
     norm is 0. With ``eps_inside_sqrt``, the root is ``sqrt(v + eps)``.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction before its norm is taken.
+        bias_correction: Correct the bias of the moments.
+        min_coeff: Minimum trust ratio.
+        max_coeff: Maximum trust ratio.
+        eps_inside_sqrt: Add ``eps`` to the second moment before the square root.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -115,6 +129,7 @@ def directions(
     below = list(torch._foreach_div(second, scale2))
     eps = float(group["eps"])
     decay = float(group["weight_decay"])
+    # r = m' / (sqrt(v') + eps) + weight_decay * w, with m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t).
     if group.get("eps_inside_sqrt"):
         torch._foreach_add_(below, eps)
     torch._foreach_sqrt_(below)
@@ -122,12 +137,14 @@ def directions(
         torch._foreach_add_(below, eps)
     torch._foreach_div_(found, below)
     if decay:
+        # Before the norm of r is taken: the decay is part of the direction that the trust ratio scales.
         torch._foreach_add_(found, values, alpha=decay)
     return found
 
 
 def trust_ratio(value_square: float, change_square: float, group: Mapping[str, Any]) -> float:
     """Return the factor of a parameter's step, from the sums of squares of its value and of r."""
+    # A parameter of zeros, such as a new bias, would never move at a ratio of 0.
     if value_square == 0 or change_square == 0:
         return 1.0
     ratio = float((value_square / change_square) ** 0.5)
@@ -152,6 +169,8 @@ class LambStep(CollectiveStep):
                 steps = [part.count_step(state) for part in own]
                 values = [part.of(view, view.master) for part in own]
                 squares.add(own, values, directions(values, first, second, steps, groups[index]))
+        # Between the passes, because a parameter may lie on several ranks and in several tiles. One
+        # all-reduce for all parameters.
         sums = squares.totals()
         for inside, tile, view in each_tile(work):
             for index, own in by_group(inside).items():
@@ -159,6 +178,7 @@ class LambStep(CollectiveStep):
                 group = groups[index]
                 steps = [float(part.entries(state)["step"]) for part in own]
                 values = [part.of(view, view.master) for part in own]
+                # Computed again instead of kept: r of all parameters would take as much memory as a moment.
                 changes = directions(values, first, second, steps, group)
                 lr = float(group["lr"])
                 torch._foreach_mul_(changes, [-lr * trust_ratio(*sums(part), group) for part in own])
@@ -186,6 +206,8 @@ class Norms:
         for unit in units:
             self._first[id(unit)] = count
             count += len(unit.parameters)
+        # A row for each parameter of the model on every rank, so that sums of all ranks can be added up by
+        # position.
         self._sums = torch.zeros(count, 2, dtype=torch.float64, device=self._comm.device)
 
     def add(self, parts: Sequence[ParameterPart], values: list[Tensor], changes: list[Tensor]) -> None:

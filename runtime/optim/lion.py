@@ -32,6 +32,15 @@ class Lion(torch.optim.Optimizer):
     """Implements "Symbolic Discovery of Optimization Algorithms" (Chen et al., 2023), Algorithm 2.
 
     Set ``lr`` three to ten times smaller than for AdamW, and ``weight_decay`` larger by the same factor.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate: the length of each element's step.
+        betas: Decay rates of the update direction and of the momentum.
+        weight_decay: Decoupled weight decay, multiplied by ``lr``.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     step_rule: ClassVar[StepRule] = LionRule()
@@ -74,6 +83,7 @@ def _step_wide(parameter: torch.Tensor, average: torch.Tensor, group: dict[str, 
     """Step a parameter whose dtype the kernel does not support by torch's operations."""
     lr = group["lr"]
     (beta1, beta2) = group["betas"]
+    # From the average before this gradient, by beta1; the average learns below, by beta2 (Algorithm 2).
     direction = (average * beta1 + parameter.grad * (1 - beta1)).sign_()
     parameter.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-float(lr))
     average.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)  # type: ignore[arg-type]  # it has one

@@ -77,6 +77,8 @@ class LocalSteps:
                             wanted = _placed(_of(own, found[0]), _of(own, found[1]), roots)
                             values = [part.of(view, view.master) for part in own]
                             for part, a, b in zip(own, values, wanted, strict=True):
+                                # Bit for bit, because step() has written exactly these values. NaN is equal
+                                # to nothing, also without a write.
                                 counts[start + part.index] += ((a != b) & ~b.isnan()).any()
         found_on = self._comm.all_reduce_scalars(counts, "checks for weights that the script changed")
         if (found_on > 0).any():
@@ -102,6 +104,7 @@ class LocalSteps:
                     clear_without_variance(first, second)
                     origins = _of(own, origin)
                     gone = _of(own, moved)
+                    # The decay goes into z, so that x = z - u / (sqrt(v) + eps) is the whole weight.
                     torch._foreach_mul_(origins, 1 - rate * float(group["weight_decay"]))
                     torch._foreach_add_(gone, first, alpha=rate)
                     values = [part.of(view, view.master) for part in own]
@@ -126,6 +129,8 @@ class LocalSteps:
         if lost is None:
             lost = self._lost[turn.unit] = torch.zeros_like(moved)
         for start, stop in turn.unit.layout.gaps():
+            # See Note [Gaps are zero] in zero/layout.py: compress() leaves the loss of 0, which it takes for
+            # positive.
             lost[start:stop].zero_()
         return self._exchange.begin(turn.unit, lost, moved, alpha=1.0)
 
@@ -144,6 +149,7 @@ class LocalSteps:
                         clear_without_variance(mean, second)
                         values = [part.of(view, view.master) for part in own]
                         torch._foreach_copy_(values, _placed(_of(own, origin), mean, roots))
+                        # The mean of u divided by the sum of lr is the mean momentum of these steps.
                         torch._foreach_div_(mean, [rates[part.index] or 1.0 for part in own])
                         torch._foreach_copy_(first, mean)
                     for part in (part for part in every if rates[part.index] == 0.0):

@@ -52,11 +52,15 @@ def orthogonalize(
     """
     a, b, c = coefficients
     x = matrix.to(torch.bfloat16).to(PRODUCTS)
+    # The products below then have the smaller side: x x^T is rows x rows.
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
+    # The iteration needs singular values of at most 1. The Frobenius norm is at least the largest one.
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
+        # x <- a x + (b A + c A^2) x with A = x x^T: each singular value s becomes a s + b s^3 + c s^5, near
+        # 1.
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if tall else x).to(torch.bfloat16)
@@ -68,6 +72,8 @@ def adjusted_rate(group: Mapping[str, Any], rows: int, columns: int) -> float:
     """
     lr = float(group["lr"])
     if group.get("adjust_lr_fn") == "match_rms_adamw":
+        # An orthogonal matrix has a root mean square of 1 / sqrt(max(rows, columns)), an update of AdamW
+        # about 0.2.
         return lr * 0.2 * math.sqrt(max(rows, columns))
     return lr * math.sqrt(max(1.0, rows / columns))
 
@@ -85,8 +91,26 @@ class Muon(torch.optim.Optimizer):
 
     It works like torch.optim.Muon. AdamW steps groups with ``use_muon`` False, with their ``lr``, ``betas``,
     ``adam_eps`` and ``weight_decay``. Use Muon for matrices of hidden layers, not for embeddings and output
-    heads. A parameter with more than two dimensions is flattened to a matrix. Raises ValueError if a Muon
-    group has a parameter with fewer than two dimensions.
+    heads. A parameter with more than two dimensions is flattened to a matrix.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay of all parameters.
+        momentum: Momentum of the matrices.
+        nesterov: Use Nesterov momentum.
+        ns_coefficients: The three coefficients of a Newton-Schulz iteration.
+        eps: Lower bound of the norm that a matrix is divided by before the iteration.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: Scale of the learning rate by a matrix's shape: "original" (None) is
+            sqrt(max(1, rows / columns)), "match_rms_adamw" is 0.2 sqrt(max(rows, columns)).
+        use_muon: Step groups without this entry by Muon.
+        betas: Decay rates of AdamW's moments.
+        adam_eps: Added to AdamW's denominator.
+
+    Raises:
+        ValueError: An argument is out of range, or a Muon group has a parameter with fewer than two
+            dimensions.
     """
 
     def __init__(
@@ -131,6 +155,7 @@ class Muon(torch.optim.Optimizer):
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
         for entry in members if param_group.get("use_muon", self.defaults["use_muon"]) else ():
+            # The true shape, also of a sharded parameter with an empty placeholder.
             shape = placeholder.shape_of(entry[1] if isinstance(entry, tuple) else entry)
             if len(shape) < 2:
                 raise ValueError(
@@ -164,6 +189,7 @@ class Muon(torch.optim.Optimizer):
                     updates.append(SliceUpdate(index, parameter, parameter.grad))
         adamw.apply(updates, self.state)
         for update in updates:
+            # UpdateRule clears it; a torch optimizer leaves gradients to the script.
             update.leaf.grad = update.grad
         return result
 
@@ -205,6 +231,7 @@ def _sides(shape: Sequence[int]) -> tuple[int, int]:
 
 def apply_change(values: Tensor, change: Tensor, group: Mapping[str, Any], rows: int, columns: int) -> None:
     """Decay values and move them along their part of an orthogonal matrix."""
+    # Decay by the plain learning rate, not by the adjusted one, as torch.optim.Muon does.
     values.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
     values.add_(change.to(values.device), alpha=-adjusted_rate(group, rows, columns))
 
@@ -231,6 +258,8 @@ class MuonStep(CollectiveStep):
         in_muon = _of_muon(rule.optimizer.param_groups)
         for unit in self.units:
             for name, slot, shape in zip(unit.names, unit.layout.slots, unit.shapes, strict=True):
+                # By groups, units and shapes, which all ranks know: a rank that raised alone would leave the
+                # others waiting in the exchange.
                 if slot.group in in_muon and len(shape) < 2:
                     raise OptimizerError(
                         f'Muon steps matrices, and {name} has the shape {list(shape)}: set "use_muon" of '
@@ -242,6 +271,7 @@ class MuonStep(CollectiveStep):
         adamw = UpdateRule(_adamw_of(rule.optimizer))
         adamw.begin(float(rule.divisor))
         in_muon = _of_muon(groups)
+        # Units change when parameters are unfrozen, and then other ranks have parts.
         if self._exchange is None or not self._exchange.serves(self.units, in_muon):
             self._exchange = MatrixExchange(self.comm, self.units, in_muon)
         work = work_on(parts)
@@ -268,7 +298,10 @@ class MuonStep(CollectiveStep):
                 grads = gradients(own, view, float(rule.divisor))
                 found += zip(own, directions(buffers, grads, groups[index]), strict=True)
             for part, change in found:
+                # In bf16, in which the iteration runs anyway: half the bytes. The momentum keeps the master's
+                # dtype.
                 sent[part] = change.to(self.comm.device, torch.bfloat16)
+            # A tile with a part of a matrix is published in the second pass, when it has its new values.
             if not found:
                 self.publish(tile, view)
 
@@ -292,6 +325,7 @@ def _step_adamw(adamw: UpdateRule, parts: Sequence[ParameterPart], view: TileVie
     for part in parts:
         moments = part.states(view, state, ("exp_avg", "exp_avg_sq"))
         leaf = part.of(view, view.master)
+        # The moments are views of the tile. The count may be a new tensor, so it is taken back below.
         own_state[leaf] = {**moments, "step": part.entries(state).get("step", torch.tensor(0.0))}
         updates.append(SliceUpdate(part.group, leaf, part.of(view, view.grad)))
     adamw.apply(updates, own_state)

@@ -82,6 +82,17 @@ class OneBitAdam(OneBitOptimizer):
 
     After ``freeze_step`` steps of Adam, the variance is frozen, and ranks exchange only the signs of their
     momentum, with error feedback in both directions. Set ``freeze_step`` to 15 to 25 % of all steps.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        freeze_step: Uncompressed steps before the variance is frozen.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -109,6 +120,20 @@ class ZeroOneAdam(OneBitOptimizer):
     With ``local_step_clipper`` above 1, ranks then exchange only every ``local_interval`` steps. That
     interval doubles after each ``local_step_scaler`` steps, up to ``local_step_clipper``. Between exchanges,
     weights differ between ranks, so this needs stage 0.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        var_freeze_step: Steps before the variance is frozen.
+        var_update_scaler: Variance updates before their interval doubles.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+        local_step_scaler: Steps with a frozen variance before the interval between exchanges doubles.
+        local_step_clipper: Maximum steps between two exchanges; 1 exchanges in each step.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -147,8 +172,22 @@ class OneBitLamb(OneBitOptimizer):
     mean of each parameter's past trust ratios times a factor, which measures how far an updated variance has
     moved from the frozen one.
 
-    ``coeff_beta`` is the decay rate of that mean. The factor stays between ``factor_min`` and
-    ``factor_max``, and changes by at most the share ``factor_threshold`` per step.
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        freeze_step: Uncompressed steps before the variance is frozen.
+        betas: Decay rates of the two moments, equal in all groups.
+        eps: Added to the denominator.
+        weight_decay: Weight decay, added to the update direction.
+        min_coeff: Minimum trust ratio.
+        max_coeff: Maximum trust ratio.
+        coeff_beta: Decay rate of the mean of past trust ratios.
+        factor_min: Minimum factor.
+        factor_max: Maximum factor.
+        factor_threshold: Maximum relative change of the factor in one step.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -217,7 +256,10 @@ class OneBitStep(CollectiveStep):
         self._trained.clear()
 
     def forget_errors(self) -> None:
-        """Forget what goes into the next exchange besides gradients: it has been of something else."""
+        """Forget what goes into the next exchange besides gradients: it has been of something else.
+
+        See Note [Error feedback] in sign_exchange.py.
+        """
         self._kept.clear()
         self.exchange.forget()
 
@@ -254,6 +296,7 @@ class OneBitStep(CollectiveStep):
         agree_on_phase(type(rule.optimizer).__name__, groups)
         self._find_trained(slices, rule.optimizer.state)
         following = _following(groups[0])
+        # The step has not begun, so its count is one more than the groups have.
         is_frozen = following["step_count"] > following["freeze_step"]
         learns = not is_frozen and (self.wants_dense(following) or not self._reducer.local)
         flags = iter(used)
@@ -283,6 +326,8 @@ class OneBitStep(CollectiveStep):
             kept = part.slice.on_disk if part.slice.leaf is None else state.get(part.slice.leaf, {})
             if part.unit in own and "exp_avg_sq" in kept:
                 own[part.unit][part.index] = 1.0
+        # By all ranks: a rank without a part of a parameter cannot know whether it has been trained, and has
+        # to raise with the others.
         flags = torch.tensor([flag for unit in new for flag in own[unit]], dtype=torch.float64)
         counts = self.comm.all_reduce_scalars(
             to_device(flags, self.comm.device), "agrees on which parameters are trained"
@@ -302,6 +347,7 @@ class OneBitStep(CollectiveStep):
             self._reduce()  # a load has brought the state of an earlier step
             reducer.local = False
         self.keep_only(set(self.units))
+        # Errors of gradients are not errors of momentum: see Note [Error feedback] in sign_exchange.py.
         of_momentum = reducer.local and frozen
         if of_momentum is not self._of_momentum:
             self.forget_errors()
@@ -312,6 +358,8 @@ class OneBitStep(CollectiveStep):
         else:
             self.step_together(turns)
         self.plan_next(groups)
+        # Decided now, because the reducer asks during the next backward pass. Every rank decides alike, by
+        # the groups' counters.
         reducer.local = not self.wants_dense(_following(first))
 
     def turns(
@@ -341,6 +389,7 @@ class OneBitStep(CollectiveStep):
         """Update all units where each rank has gradients of its own. Collective."""
         for turn in self.averaged(turns, self._begin):
             self.step_unit(turn)
+        # `_kept` has this share of the last momentum until the next exchange.
         self._beta1 = float(turns[0].groups[0]["betas"][0])
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
@@ -364,6 +413,8 @@ class OneBitStep(CollectiveStep):
 
     def averaged(self, turns: Sequence[UnitTurn], begin: Callable[[UnitTurn], Average]) -> Iterator[UnitTurn]:
         """Yield turns with what signs bring. A hop of one unit is on its way while another is computed."""
+        # All ranks serve one unit and then begin the next one, in this order: both are collectives of one
+        # group.
         coming = begin(turns[0])
         for turn, following in zip_longest(turns, turns[1:]):
             average = coming
@@ -386,12 +437,18 @@ class OneBitStep(CollectiveStep):
             wide = torch.promote_types(gradient.dtype, torch.float32)
             kept = self._kept[unit] = torch.zeros_like(gradient, dtype=wide)
             if turn.frozen:
+                # The momentum so far is sharded. Each rank continues with the whole of it: m = beta1 * m + (1
+                # - beta1) * g.
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
         elif turn.frozen and beta1 != self._beta1:
             self.exchange.add_last(unit, kept, beta1 - self._beta1)  # a schedule has changed it
+        # The divisor is that of a sum over the ranks. Here each rank sends its own gradient, and the exchange
+        # takes the mean.
         share = self.comm.world_size / turn.divisor
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
+        # With `stays`, `kept` gets beta1 times the new mean in addition to the error: the part of the next
+        # momentum that is known already.
         alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, None)
         return self.exchange.begin(unit, kept, gradient, alpha=alpha, stays=stays)
 
@@ -510,6 +567,7 @@ class ZeroOneAdamStep(OneBitAdamStep):
             self._end_local_steps(turns)
             super().step_apart(turns)
             return
+        # Errors of exchanged momentum, which local steps do not continue.
         if self._kept:
             self.forget_errors()
         for turn in turns:
@@ -618,8 +676,11 @@ class OneBitLambStep(OneBitStep):
                     _refresh(each, old, group, is_first="factor" not in part.entries(state))
                     found = _largest_ratio(each, float(group["eps"])).to(ratios)
                     ratios[part.index] = torch.maximum(ratios[part.index], found)
+                # The squares of the direction without weight decay take the place of the values', which are
+                # not needed here.
                 norms.add(own, adam_directions(values, states, {**group, "weight_decay": 0.0}), changes)
         sums = norms.totals()
+        # A parameter may lie on several ranks; the factor is of the whole.
         self.exchange.largest(ratios)
         largest = ratios.tolist()
         lengths: dict[ParameterPart, float] = {}
@@ -661,6 +722,8 @@ def _refresh(own: Mapping[str, Tensor], before: Tensor, group: Mapping[str, Any]
     fresh = own["exp_avg_sq_fresh"]
     if is_first:
         fresh.copy_(own["exp_avg_sq"])
+    # Solved for g in m = beta1 * m_before + (1 - beta1) * g: after the exchange, no rank has the mean
+    # gradient itself.
     gradient = (own["exp_avg"] - beta1 * before).div_(1 - beta1)
     fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
@@ -678,11 +741,13 @@ def _frozen_ratio(
     """
     factor = largest
     if group["weight_decay"] and squares[1] > 0:
+        # The factor corrects the part of the direction that the variance scales, not the weight decay.
         share = min(1.0, float((squares[0] / squares[1]) ** 0.5))
         factor = factor * share + (1 - share)
     factor = min(max(factor, float(group["factor_min"])), float(group["factor_max"]))
     last = float(own.get("factor", 1.0))
     threshold = float(group["factor_threshold"])
+    # Then by at most a share of the last factor: the largest ratio is that of a single element.
     factor = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
     own["factor"] = factor
     return factor * float(own.get("coefficient", 1.0))

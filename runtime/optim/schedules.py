@@ -67,6 +67,7 @@ class Schedule(ABC):
     def follow_groups(self) -> None:
         """Extend the lists to the groups of now. Raises ValueError where each group was given a value."""
         groups = self.optimizer.param_groups
+        # All checks before any list changes.
         for values, _, name in self._per_groups:
             if name and len(values) != len(groups):
                 raise ValueError(f"{name} has {len(values)} values for {len(groups)} param groups")
@@ -155,6 +156,7 @@ class OneCycle(Schedule):
         super()._write(rates)
         if self._momentum:
             for group in self.optimizer.param_groups:
+                # DeepSpeed's formula sets the second beta to 0.99, whatever the optimizer was given.
                 group["betas"] = (self.get_mom(), 0.99)
                 if group.get("use_muon"):
                     group["momentum"] = self.get_mom()
@@ -289,6 +291,7 @@ def _warmup(i: int, steps: int, kind: str) -> float:
 def _warmup_steps(steps: int) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps <= 0:
         raise ValueError(f"warmup_num_steps must be a positive integer, got {steps!r}")
+    # With one step, the logarithm in _warmup() would divide by log(1) = 0.
     return max(2, steps)
 
 

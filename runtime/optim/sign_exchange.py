@@ -1,4 +1,15 @@
-"""Averages tensors over the ranks in one bit an element, with error feedback on both hops."""
+"""Averages tensors over the ranks in one bit an element, with error feedback on both hops.
+
+Note [Error feedback]. Signs lose most of a value. The loss is added to what is sent next (1-bit Adam, arXiv
+2102.02888, Algorithm 1), so that the sum of what was sent stays close to the sum of what was meant. Both hops
+do so, with x what a rank has of a unit and S(c) what the signs of c stand for:
+
+- to the serving ranks: c = x + e, and e = c - S(c) afterwards, for the whole unit (``values`` of ``begin``);
+- from a serving rank to all: c = mean of S + e, and e = c - S(c), for the part that it serves (``_lost``).
+
+An error belongs to one sequence of values. It is forgotten when the next values are of something else: after
+a load, for units that are gone, and when gradients give way to momentum.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +98,11 @@ class SignExchange:
         """
         size = self._comm.world_size
         s = values.numel() // size
+        # A row for each serving rank: all_to_all_single sends row i to rank i.
         rows = torch.empty(size, packed_bytes(s), dtype=torch.uint8, device=values.device)
         for row, start in zip(rows, range(0, values.numel(), s), strict=True):
+            # values + alpha * addend becomes signs in the row, and their loss in values: see Note [Error
+            # feedback].
             compress(values[start : start + s], row, addend=addend[start : start + s], alpha=alpha)
         return Average(values, stays, unit, self._to_servers(rows))
 
@@ -97,9 +111,11 @@ class SignExchange:
         rows = average.sent.result()
         s = average.values.numel() // len(rows)
         mean = torch.empty(s, dtype=average.values.dtype, device=rows.device)
+        # Rows are added in the order of the ranks on every server, so the mean has the same bits in each run.
         expand(rows, mean, factor=1.0 / len(rows))
         lost = self._lost.get(average.unit)
         own = torch.empty_like(rows[0])
+        # compress() leaves in its first argument what the signs lose: the next error.
         if lost is None:
             compress(mean, own)
             self._lost[average.unit] = mean
@@ -115,6 +131,7 @@ class SignExchange:
         found = torch.empty_like(values)
         rows = average.sent.result().view(size, -1)
         if stays is not None:
+            # Signs, not values: about a thirty-second of the memory.
             self._last[average.unit] = rows
         _expand_parts(rows, found, values if stays else None, stays or 0.0)
         return found
@@ -218,9 +235,12 @@ class UnitTurn:
         else:
             at = self.unit.start
             found = [self.averaged[part.low - at : part.high - at] for part in parts]
+        # Only dense gradients teach the variance: signs have one length for a whole block.
         if self.averaged is None and not self.frozen:
             update_moments(first, second, found, betas)
             return
+        # Once the variance is frozen, ranks exchange the momentum itself; before that, 0/1 Adam exchanges
+        # gradients.
         if self.averaged is not None and self.frozen:
             torch._foreach_copy_(first, found)
         else:

@@ -88,10 +88,12 @@ def make_slices(units: Sequence[Unit], whole: bool) -> list[ShardSlice]:
         for piece in unit.pieces:
             ranges = [(piece.start, piece.stop)]
             if not store.on_device:
+                # Off the device, a tile is in memory at a time: a slice must not reach into two of them.
                 ranges = [cut for cut in store.cuts if piece.start <= cut[0] and cut[1] <= piece.stop]
             for start, stop in ranges:
                 leaf = None
                 if store.master is not None:
+                    # A view of the masters, so that the optimizer updates them in place.
                     leaf = store.master[start:stop].detach().requires_grad_()
                 slices.append(ShardSlice(unit, start, stop, piece.group, leaf))
     return slices
@@ -121,6 +123,8 @@ def separate_unused(
         for part in slices:
             part.used = True
         return slices
+    # torch skips a parameter without a gradient: no decay, no momentum, no count of steps. A slice that is
+    # stepped as one tensor cannot skip a part of itself.
     flags = iter(used)
     unused = {(id(unit), i) for unit in units for i in range(len(unit.parameters)) if not next(flags)}
     split = split_slices(slices, lambda unit, index: (id(unit), index) not in unused, optimizer)
@@ -152,6 +156,8 @@ def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[
     ranges: list[tuple[int, int, Label]] = []
     for index, low, _ in part.unit.layout.overlaps(first + part.start, first + part.stop):
         own = label(part.unit, index)
+        # The first range begins where the slice does, and each ends where the next label begins: gaps belong
+        # to the range before them.
         if not ranges:
             ranges.append((part.start, part.stop, own))
         elif ranges[-1][2] != own:
@@ -164,11 +170,14 @@ def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[
 def _split(
     part: ShardSlice, ranges: list[tuple[int, int]], optimizer: torch.optim.Optimizer
 ) -> list[ShardSlice]:
+    # Popped: the old leaf is no parameter any more, and its state would stay in memory.
     own = part.scalars if part.leaf is None else optimizer.state.pop(part.leaf, {})
     made = []
     for start, stop in ranges:
         inside = slice(start - part.start, stop - part.start)
         leaf = None if part.leaf is None else part.leaf[inside].detach().requires_grad_()
+        # Narrow state is cut as fp32, because a block with one scale may lie in two parts. Tensors such as
+        # the step count are cloned: each part counts its own steps from here on.
         entries = {
             key: value[inside]
             if part.leaf is not None and is_elementwise(value, part.leaf)
@@ -183,6 +192,7 @@ def _split(
             ShardSlice(part.unit, start, stop, part.group, leaf, part.used, scalars, list(part.on_disk))
         )
     for group in optimizer.param_groups:
+        # In the place of the old leaf: the order of a group's parameters stays that of the shard.
         position = next((i for i, leaf in enumerate(group["params"]) if leaf is part.leaf), None)
         if position is not None:
             group["params"][position : position + 1] = [each.leaf for each in made]

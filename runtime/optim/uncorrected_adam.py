@@ -28,6 +28,17 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
     Groups with ``bias_correction`` True are corrected. Without correction, the first steps are longer than
     Adam's. The first is longer by ``(1 - beta1) / sqrt(1 - beta2)``, which is 3.2 with the default betas.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        decoupled: Decay the weights themselves (AdamW) instead of adding the decay to the gradient (Adam).
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     step_rule: ClassVar[StepRule] = UncorrectedAdamRule(decoupled=False)
@@ -69,6 +80,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
                     own["exp_avg_sq"] = torch.zeros_like(parameter)
                 own["step"] += 1
                 if parameter.dtype == torch.float32:
+                    # Kernels take flat tensors. The views share the memory of the state.
                     flat = {**own, **{name: own[name].view(-1) for name in ("exp_avg", "exp_avg_sq")}}
                     leaf = parameter.detach().view(-1)
                     grad = parameter.grad.reshape(-1)
@@ -84,6 +96,7 @@ def _step_wide(parameter: Tensor, own: Mapping[str, Tensor], args: AdamArgs) -> 
     second = own["exp_avg_sq"]
     grad = parameter.grad
     assert grad is not None
+    # AdamW decays the weights; Adam adds the decay to the gradient, so that the moments have it.
     if args.decoupled:
         parameter.mul_(1 - args.lr * args.weight_decay)
     else:

@@ -74,6 +74,8 @@ class UpdateRule:
         groups = zip(self.optimizer.param_groups, self._groups, self._after, strict=True)
         for live, before, after in groups:
             for key, value in after.items():
+                # Only what the step has changed: the script may have set other values while it ran in the
+                # background.
                 if key not in before or value is not before[key]:
                     live[key] = value
 
@@ -141,8 +143,10 @@ class UpdateRule:
 
     def _step_shadow(self, updates: Sequence[SliceUpdate], state: State, indices: set[int]) -> None:
         """Step the groups with these indices."""
+        # Without __init__, which would build state and groups, and may have any arguments.
         shadow: Any = object.__new__(type(self.optimizer))
         shadow.__dict__.update(self.optimizer.__dict__)
+        # torch's schedulers wrap `step` in an attribute of the instance, bound to the live optimizer.
         shadow.__dict__.pop("step", None)
         shadow.state = state
         groups = []
@@ -166,6 +170,7 @@ class UpdateRule:
         elif fused and getattr(optimizer, "_step_supports_amp_scaling", False):
             device = updates[0].leaf.device
             nothing = torch.zeros((), dtype=torch.float32, device=device)
+            # torch's fused step divides by it and skips by found_inf in the same pass over memory.
             optimizer.grad_scale = _filled(self.divisor, device)
             optimizer.found_inf = nothing if self.found_inf is None else self.found_inf
         elif isinstance(self.divisor, Tensor) or self.divisor != 1.0:
@@ -173,6 +178,7 @@ class UpdateRule:
             torch._foreach_mul_(gradients, 1.0 / self.divisor)
         step: Any = type(optimizer).step
         if getattr(step, "hooked", False):
+            # The hooks of a step are called once by the engine, not for each piece.
             step = step.__wrapped__
         step(optimizer)
         for update in updates:

@@ -172,6 +172,7 @@ class OrderHint:
         if self._now:
             self._after = {}
             for current, following in zip(self._now, self._now[1:], strict=False):
+                # A block that is used several times is followed by what came after its first use.
                 self._after.setdefault(current, following)
             self._last = self._now[-1]
         self._now = []
@@ -215,6 +216,7 @@ class Prefetch:
         if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
             with outside_transforms():
                 for unit in block.units:
+                    # A unit that a step in the background still writes would block the host here, too early.
                     if unit.state is UnitState.SHARDED and unit.updated.ready:
                         unit.unshard(rounded=True)
 
@@ -373,6 +375,8 @@ class ShardedModel:
     def _install(self) -> None:
         sharded = any(unit.shard_params for unit in self.units)
         add = self._handles.append
+        # Before the script's hooks, which may read parameters; and always_call, because an error in the
+        # forward pass must not leave units gathered.
         add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
         add(self.module.register_forward_hook(_at_end(self._after_root), always_call=True))
         for block in self.blocks:
@@ -571,6 +575,8 @@ class ShardedModel:
         grad = placeholder.GRAD.__get__(parameter)
         if grad is None:
             return
+        # The engine has the gradient now. Left here, autograd would add the next one to it, and its memory
+        # would stay.
         placeholder.GRAD.__set__(parameter, None)
         if unit.has_empty_placeholders:
             unit.gradient_taken(index)
@@ -634,6 +640,7 @@ class ShardedModel:
 
     def _unshard(self, block: Block) -> None:
         with outside_transforms():
+            # All gathers first, then the waits: they overlap.
             for unit in block.units:
                 if unit.state is UnitState.SHARDED:
                     unit.unshard(rounded=True)

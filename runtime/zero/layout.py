@@ -1,4 +1,11 @@
-"""Computes, in pure integers, where parameters lie in a unit's flat buffer and which part each rank owns."""
+"""Computes, in pure integers, where parameters lie in a unit's flat buffer and which part each rank owns.
+
+Note [Gaps are zero]. Parameters start at aligned elements, and a unit ends with padding. A slice that the
+optimizer steps has the gaps between its parameters in it, so that it is one flat tensor. Gaps therefore take
+part in sums of gradients, norms and updates, and must be zero in all of them: in values
+(``Unit._adopt_values``), in buckets (``GradientReducer``) and in loaded state. Garbage in a bucket changes
+the gradient norm of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +93,7 @@ class Layout:
 
         Slots are sorted by group, so a shard meets each group in at most one slice.
         """
+        # Gaps between two parameters of a group stay inside its slice: see Note [Gaps are zero].
         runs: dict[int, Piece] = {}
         for index, low, high in self.overlaps(start, stop):
             group = self.slots[index].group
@@ -109,6 +117,8 @@ def make_layout(
         at = -(-at // align) * align
         slots.append(Slot(at, numel, group))
         at += numel
+    # Every rank must have the same number of elements, and each piece in which a unit travels must begin
+    # aligned.
     quantum = align * (pieces or world_size)
     return Layout(tuple(slots), max(quantum, -(-at // quantum) * quantum), world_size)
 
@@ -121,6 +131,8 @@ def tile_ranges(numel: int, tile_numel: int) -> list[Range]:
 
 def cuts_of(pieces: Sequence[Range], numel: int, tile_numel: int) -> list[Range]:
     """Cut the pieces of a shard at tile borders, into the ranges that norms are summed over."""
+    # At tile borders also where a shard is in one memory: sums over the same ranges have the same bits
+    # wherever a gradient lies, and so has the norm.
     tiles = tile_ranges(numel, tile_numel)
     return [
         (max(start, low), min(stop, high))

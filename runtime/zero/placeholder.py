@@ -146,8 +146,10 @@ def read_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         for tensor in tensors_in(result):
             if tensor.requires_grad and not any(tensor is one for one in given):
                 raise ParameterError(f"cannot compute its gradient: {remedy(name)}")
+            # Integers have no NaN: the result (an index, a count) would look like a real one.
             if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
                 raise ParameterError(f"cannot return {tensor.dtype} values: {remedy(name)}")
+        # NumPy would write to the placeholder's memory, and nothing would see it.
         if isinstance(result, numpy.ndarray):
             return result.copy()
         return _marked(result, hollow, name)
@@ -317,6 +319,7 @@ class ManagedParameter(nn.Parameter):
                     f"{name_of(self)}.grad cannot be assigned: the engine owns gradients. Between "
                     "engine.backward and engine.step, use zlaunch.safe_set_full_grad(parameter, value)"
                 )
+            # A script that sets grad to None means the engine's sum, too.
             unit.forget_gradient(self)
         GRAD.__set__(self, value)
 
@@ -347,6 +350,7 @@ class ManagedParameter(nn.Parameter):
             return
         if is_built and settings.empty_placeholders and isinstance(value, Tensor) and not value.numel():
             return  # computed from the shapes of empty placeholders, as transformers pads a tied layer's bias
+        # Setting the same memory again is allowed: code that swaps values and puts them back ends with that.
         if not same or present.data_ptr() != value.data_ptr() or present.stride() != value.stride():
             raise ParameterError(
                 f"{name_of(self)}.data cannot be replaced: the engine owns the parameter's memory. Write in "
@@ -358,6 +362,8 @@ class ManagedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
+        # A plain parameter: the copy belongs to no unit. DATA, because the property would mark the unit as
+        # written to.
         values = DATA.__get__(self).clone(memory_format=torch.preserve_format)
         memo[id(self)] = copied = nn.Parameter(values, self.requires_grad)
         return copied

@@ -139,6 +139,7 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
     blocks: list[Block] = []
     taken: set[int] = set()
     for name, module in candidates:
+        # A parameter of several blocks goes to the root, whose units stay gathered through the pass.
         own = [p for p in module.parameters() if users[id(p)] == 1 and is_shardable(p)]
         block = Block(0, name, [module], [(names[id(p)], p) for p in own])
         if not own or (options.shard_params and block.numel < options.minimum_numel):
@@ -183,8 +184,10 @@ def _by_kind(members: Sequence[Member], groups: dict[int, int], comm: Comm) -> l
         link, _, copies = comm.holders_of(parameter)
         rest = str(parameter.dtype), copies, link.size
         kinds.setdefault((not trained, ungrouped, *rest), []).append((name, parameter))
+    # Sorted by what all ranks know: they have to make equal units in one order.
     found = [alike for _, alike in sorted(kinds.items())]
     for alike in found:
+        # Equal groups adjacent, so that a shard meets each group in one slice (Layout.pieces).
         alike.sort(key=lambda member: groups.get(id(member[1]), -1))
     return found
 
@@ -380,6 +383,7 @@ def _share(tensor: Tensor, comm: Comm) -> None:
     """
     if tensor.layout is not torch.strided:
         raise ParameterError(f"unsupported layout {tensor.layout} of a buffer or parameter")
+    # As bytes below, because not every backend sends every dtype.
     flat = tensor.detach().contiguous().view(-1)
     comm.broadcast(flat.view(torch.uint8))
     tensor.detach().copy_(flat.view(tensor.shape))

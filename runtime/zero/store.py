@@ -4,6 +4,11 @@ A unit's :class:`ValueStore` has what gathers send: this rank's values in the co
 also has a :class:`ShardStore`: what the optimizer updates (master values, gradient, and on disk its state),
 in tiles. The stores here are on the compute device; others implement the protocols elsewhere, and a
 :class:`StoreFactory` decides for each unit.
+
+Note [New values]. What gathers send may be a copy of the master values, in another dtype or memory. New
+values reach it in one way only: ``ValueStore.write``, which ``OpenTile.publish`` calls for a tile. Code that
+changes masters without it trains on stale values, and nothing raises an error. So a step off the device, a
+save, a load and access to single parameters are all loops over ``open_tiles``.
 """
 
 from __future__ import annotations
@@ -263,9 +268,11 @@ class DeviceStores:
 def master_on_device(values: Tensor, facts: ShardFacts) -> Tensor:
     """Return the master values on the device: the unit's memory where that has their dtype."""
     if facts.in_unit is None:
+        # Memory that gathers send from: other ranks may read it (Comm.empty).
         return facts.comm.empty(values.numel(), facts.master_dtype).copy_(values)
     if facts.in_unit.dtype == facts.master_dtype:
         return facts.in_unit
+    # A copy in any case: the values may be the unit's memory, which a gather overwrites.
     return values.to(facts.master_dtype, copy=True)
 
 
@@ -333,6 +340,7 @@ class DeviceStore(ShardStore):
         """Return the gradient itself for the first of a step."""
         self._rest = rest
         memory = self.grad_memory
+        # Separate memory, because the sum so far is in the gradient's.
         if not first:
             return torch.empty_like(self.master, dtype=dtype)
         if memory is None or memory.dtype != rest:
@@ -344,6 +352,7 @@ class DeviceStore(ShardStore):
         if stays or self.grad_memory is None:
             self.grad_memory = shard
         elif not first:
+            # First to the dtype of sums: 16-bit sums would lose digits.
             self.grad_memory = self.grad_memory.to(self._rest).add_(shard)
         elif shard is not self.grad_memory:
             self.grad_memory.copy_(shard)
@@ -375,10 +384,14 @@ def open_all(store: ShardStore, access: Access) -> closing[_Tiles[None]]:
 def _each_tile(work: Sequence[tuple[ShardStore, Range, T]], access: Access) -> _Tiles[T]:
     ahead: deque[OpenTile] = deque()
     position = 0
+    # Tiles that an earlier loop has closed may still be on their way to the disk. A read of them would find
+    # older content.
     for store in _distinct(store for store, _, _ in work):
         store.drain()
     try:
         for _, _, item in work:
+            # The next tile always, also where it has to wait for room; those behind it only where there is
+            # room.
             while position < len(work) and (not ahead or work[position][0].has_room):
                 store, tile, _ = work[position]
                 ahead.append(store.open(tile, access))
@@ -387,13 +400,16 @@ def _each_tile(work: Sequence[tuple[ShardStore, Range, T]], access: Access) -> _
             try:
                 yield item, current, current.wait()
             except BaseException:
+                # Nothing is written after an error: the tile on disk stays as it was.
                 current.abandon()
                 raise
             current.close()
+        # Errors of the last writes are raised here, inside the step, load or save that they belong to.
         for store in _distinct(store for store, _, _ in work):
             store.drain()
     finally:
         for unused in ahead:
+            # Buffers of tiles that were read ahead go back to the ring.
             unused.abandon()
 
 
@@ -414,6 +430,8 @@ def take_changed(master: Tensor, values: Tensor) -> None:
     for start in range(0, master.numel(), _PIECE_NUMEL):
         kept = master[start : start + _PIECE_NUMEL]
         new = values[start : start + _PIECE_NUMEL].to(kept.device)
+        # Elements that still round to what the script sees have not been written. Their masters keep the
+        # digits that the rounding lost.
         kept.copy_(torch.where(kept.to(new.dtype) != new, new.to(kept.dtype), kept))
 
 

@@ -120,6 +120,7 @@ class Writes:
 
     def stepped(self) -> None:
         """Note that the engine has moved every version counter by one."""
+        # Otherwise a step would look like a write of the script.
         self._versions += len(self._unit.parameters)
         self._each = [version + 1 for version in self._each]
 
@@ -278,17 +279,22 @@ class Unit:
         """
         wide = torch.promote_types(self.parameters[0].dtype, self.dtype)
         with torch.no_grad():
+            # See Note [Gaps are zero] in layout.py.
             flat = torch.zeros(self.numel, dtype=wide, device=self.device)
             former = [owner_of(parameter) for parameter in self.parameters]
             for slot, parameter, unit in zip(self.layout.slots, self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
                     unit.wait_unsharded()
                 flat[slot.offset : slot.stop].copy_(parameter.detach().reshape(-1))
+            # A second loop: hand_over() reshards what is left of a provisional unit, which would be gathered
+            # again for each of its parameters.
             for parameter, unit in zip(self.parameters, former, strict=True):
                 if unit is not None and unit.provisional:
                     unit.hand_over(parameter)
+            # Among the ranks that have this part: parts of tensor and expert parallelism differ.
             self.comm.broadcast(flat, among=self.data)
             self.full = flat if wide == self.dtype else flat.to(self.dtype)
+            # refresh() gathers from this memory itself.
             if keep_shared:
                 self.full = self.comm.empty(self.numel, self.dtype).copy_(self.full)
             self._storage = self.full.untyped_storage()
@@ -345,6 +351,7 @@ class Unit:
         self.is_rounded = rounded and not self.provisional and self.link.rounds(self.trainable)
         updated = self.updated
         self.updated = DONE
+        # A step in the background may still write the values that this gather sends.
         updated.wait()
         with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
@@ -355,6 +362,7 @@ class Unit:
         return self.full[self._own]
 
     def _refill(self) -> None:
+        # Resharding leaves the memory where a view is held.
         if self._storage.nbytes() != self._storage_nbytes:
             self._storage.resize_(self._storage_nbytes)
 
@@ -399,6 +407,7 @@ class Unit:
             self._move((UnitState.GATHERING,), UnitState.UNSHARDED)
             self._point(self._views, [kinds.managed for kinds in self._kinds])
             self.writes.arrive()
+        # Gathered for a pass, in few bits. What a script reads, writes or saves has to be exact.
         if self.is_rounded and not rounded:
             self.reshard()
             self.wait_unsharded()
@@ -425,16 +434,20 @@ class Unit:
         if not self.shard_params or self._holds or self.state is UnitState.SHARDED:
             return
         if self.state is UnitState.GATHERING:
+            # The collective still writes into the storage, whose memory goes below.
             self.wait_unsharded(rounded=True)
+        # Before the memory goes: it compares values.
         lost = self.writes.find_lost()
         self._move((UnitState.UNSHARDED,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
+        # See Note [One storage per unit]: nothing may read released memory.
         if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
             pass
         elif self.poison:
             self.full.fill_(float("nan"))
         else:
             self._storage.resize_(0)
+        # Last, when the unit is consistent: the script may catch the error and go on.
         if lost is not None:
             placeholder.complain(lost)
 
@@ -444,10 +457,12 @@ class Unit:
         """
         self.check_here(MASTERS, VALUES)
         assert self.state is UnitState.UNSHARDED
+        # Other ranks may still read this rank's part of an earlier gather.
         self.comm.drain()
         own = self.full[self.start : self.stop]
         with torch.no_grad():
             if self.store is not None:
+                # Masters and values both: see Note [New values] in store.py.
                 with open_all(self.store, Access.REPLACE) as tiles:
                     for _, _, tile in tiles:
                         if tile.master.data_ptr() != own[tile.start :].data_ptr():
@@ -463,6 +478,8 @@ class Unit:
 
     def stepped(self) -> None:
         """Note that an optimizer step has changed, or is about to change, the values."""
+        # Three things have the former values: graphs by their generation, copies that the link keeps for
+        # repeated gathers, and what autograd has saved with a version.
         self.generation += 1
         self.link.changed(self.tag)
         placeholder.move_versions(self.parameters)
@@ -485,6 +502,7 @@ class Unit:
         """
         if self.state is UnitState.SHARDED:
             shape = self.shapes[index]
+            # No memory for it: strides of 0 over what the placeholder has.
             hollow = self._placeholders[index].as_strided(shape, (0,) * len(shape))
             placeholder.point(self.parameters[index], hollow, self._kinds[index].sharded)
 
@@ -544,6 +562,7 @@ class Unit:
     def detach(self) -> None:
         """Give the parameters independent values and release them. Raises DiskError."""
         self.wait_unsharded()
+        # Clones: a view would keep the whole flat buffer alive.
         self._let_go([view.clone() for view in self._views])
         self._drop_buffer()
         self._views = []

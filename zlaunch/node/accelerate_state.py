@@ -35,6 +35,7 @@ def _adapt(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def init(self: Any, cpu: bool = False, **options: Any) -> None:
+        # All PartialStates share one state, so the first one decides.
         is_first = _is_one_of_several() and not kind._shared_state
         if is_first and not cpu and self.default_device.type in ("cpu", "mps"):
             if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
@@ -44,6 +45,8 @@ def _adapt(module: ModuleType) -> None:
         original(self, cpu, **options)
         if is_first and self.num_processes == 1:
             world = os.environ["WORLD_SIZE"]
+            # A script that catches the error would otherwise get the wrong state from the next one, without
+            # this check.
             kind._reset_state()
             raise RuntimeError(
                 f"accelerate treats this worker as a separate run, but it is one of {world}: each would "

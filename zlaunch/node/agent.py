@@ -153,6 +153,7 @@ class Descriptors:
     def wait(self, timeout_s: float) -> None:
         """Wait for the first ready descriptors, and call their handlers."""
         for key, _ in self._selector.select(timeout_s):
+            # A handler before it in this round may have closed the descriptor.
             if key.fd in self._selector.get_map():
                 key.data()
 
@@ -262,6 +263,7 @@ class Uplink:
     def take_plan(self, heartbeat_s: float, lease_end: float | None) -> bool:
         """Begin the lease of a plan. Return False where it has ended: the plan was on its way too long."""
         self.heartbeat_s = heartbeat_s
+        # The end that the launcher meant, also for a plan that was on its way for long: see Note [Lease].
         end = boot_clock.now_s() + heartbeat_s if lease_end is None else lease_end
         self.lease.begin(heartbeat_s, end)
         return not self.lease_is_over()
@@ -382,6 +384,7 @@ class Agent:
         wake_reader, wake_writer = os.pipe()
         os.set_blocking(wake_reader, False)
         os.set_blocking(wake_writer, False)
+        # The loop waits in select(), which a signal handler in Python does not end.
         signal.set_wakeup_fd(wake_writer)
         # Handlers, not SIG_IGN: an ignored signal would stay ignored in every worker.
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -713,6 +716,7 @@ class Agent:
         return [worker.pid for worker in self.workers.values() if worker.returncode is None]
 
     def _all_exited(self) -> bool:
+        # Workers that are being forked count as running, or the attempt would end before they are known.
         forking = self.batch is not None and not self.ending.stopping
         return not forking and all(worker.returncode is not None for worker in self.workers.values())
 
@@ -737,6 +741,7 @@ class Agent:
 
     def _await_leftovers(self, run_id: str) -> None:
         """Wait for processes that the workers have started; in a stop, send them one SIGTERM."""
+        # Again and again, because a process that ends may have started another one.
         found = run_processes(run_id, ancestor=os.getpid(), spared=self._not_leftovers())
         if not found:
             self._end()
@@ -756,6 +761,7 @@ class Agent:
             self._drain(worker)
             for fd in (*worker.streams, worker.event_fd):
                 self.descriptors.close(fd)
+        # Last, when nothing of the attempt is left: the launcher starts the next one after this.
         self._report("done", swept=swept, stays=not self.leaving)
         self.workers.clear()
         self.ended = self.leaving

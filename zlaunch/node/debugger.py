@@ -94,6 +94,7 @@ def _without_limit(original: Any) -> Any:
 
     @functools.wraps(original)
     def make(*args: Any, **options: Any) -> Any:
+        # Scripts pass the timeout by name or by position.
         given = signature.bind(*args, **options)
         given.arguments["timeout"] = _LIMIT
         return original(*given.args, **given.kwargs)

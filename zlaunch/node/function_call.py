@@ -48,6 +48,7 @@ def _sent(error: Exception) -> bytes | None:
 
     try:
         data: bytes = cloudpickle.dumps(error)
+        # An exception whose class takes other arguments than its args pickles, and fails here.
         cloudpickle.loads(data)
     except Exception:
         return None

@@ -41,6 +41,7 @@ class Lease:
 
     def extend(self, end: float) -> None:
         """Take the launcher's newest grant."""
+        # A grant that was on its way when the lease was closed must not begin another one.
         if self._end is not None:
             self._end = end
 
@@ -59,4 +60,6 @@ class Lease:
         kill_at = self.kill_at()
         if self._end is None or kill_at is None:
             return None
+        # At most a third of the heartbeat before the end: with a long grace period, a short silence would
+        # stop the run.
         return min(kill_at, self._end - min(grace_s, self._heartbeat_s / _GRACE_SHARE))

@@ -39,6 +39,7 @@ def shorten(error: BaseException) -> str:
 def _chain(error: BaseException | None, known: set[int]) -> list[BaseException]:
     """List an exception and those it came from, as Python shows them."""
     chain = []
+    # Several exceptions may have one origin, and a script may tie a chain into a circle.
     while error is not None and id(error) not in known:
         known.add(id(error))
         chain.append(error)

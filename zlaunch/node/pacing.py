@@ -30,6 +30,7 @@ class Pacing:
 
     def end_round(self) -> None:
         """Rest if this round and those before it took little each."""
+        # After a pause the count starts again: a line that somebody waits for is passed on at once.
         is_soon = time.monotonic() - self._ended_at < _SOON_S
         self._rounds = self._rounds + 1 if self._bytes and is_soon else 0
         if self._rounds > _ROUNDS and self._bytes < _SMALL_BYTES:

@@ -56,6 +56,7 @@ class PackageList:
         except BlockingIOError:
             return None
         self._taken += chunk
+        # What runs is the worker's interpreter, which may be any program: what it prints is bounded.
         if chunk and len(self._taken) <= _MOST_BYTES:
             return None
         try:

@@ -3,8 +3,12 @@
 Importing torch takes a second of CPU and reads hundreds of files; on a cluster's shared file system that is
 most of a start. The process is started by the agent, forks every worker before any thread or CUDA call of the
 user's, says their process ids, and ends, so that the workers become children of the agent (which adopts
-orphans). No worker begins before the agent knows all of them: when a fork fails, those that were forked end,
-so that nothing runs twice. Its arguments are the workers' own: they are what `ps` shows.
+orphans). Its arguments are the workers' own: they are what `ps` shows.
+
+Note [Nothing runs twice]. A forked worker waits for a message (_GO) before it becomes the user's program. The
+agent sends it only when it has the ids of all workers. If the preloader dies before, or a fork fails, the
+agent closes the connection: the workers that were forked read its end and exit, and the agent starts each
+worker separately. A worker that began at once would run a second time then.
 
 Where the run may be restarted, one more fork stays behind as a standby: it has everything imported and has
 run nothing, and forks the workers of the next attempt as the first process has.
@@ -87,6 +91,8 @@ class Preloader:
             if data:
                 answer = json.loads(data)
                 pids = [int(pid) for pid in answer["workers"]]
+                # One message for each worker. All of them read from this end, and SEQPACKET gives each reader
+                # a whole message. See Note [Nothing runs twice].
                 for _ in pids:
                     self.connection.send(_GO)
                 if self._next is not None:
@@ -128,6 +134,7 @@ def start(plans: Sequence[WorkerPlan], pipes: Sequence[Sequence[int]], cwd: str)
             env=env,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
+            # What the imports print, and their errors, appear as the first worker's output.
             stdout=pipes[0][0],
             stderr=pipes[0][1],
             pass_fds=(theirs.fileno(),),
@@ -184,6 +191,7 @@ def _serve(connection: socket.socket, agent: int) -> socket.socket | None:
             _become(connection, job, fds, others, own, agent)
         pids.append(pid)
     connection.sendall(json.dumps({"workers": pids, "standby": standby}).encode())
+    # Without exit handlers: those that the imports have registered are the workers'.
     os._exit(0)
 
 
@@ -201,6 +209,7 @@ def _stand_by(connection: socket.socket, own: int, jobs: Jobs, preloader: int, a
     """Turn this forked process into one that waits for the next order, with nothing of this one."""
     os.setsid()
     connection.close()
+    # A write end that stayed open here would keep the agent from seeing the end of a worker's output.
     for _, fds in jobs:
         for fd in fds:
             os.close(fd)
@@ -208,6 +217,7 @@ def _stand_by(connection: socket.socket, own: int, jobs: Jobs, preloader: int, a
     for stdio in (1, 2):
         os.dup2(null, stdio)
     os.close(null)
+    # PDEATHSIG is about the parent at the time of the call: only the agent's death may end this process.
     while os.getppid() == preloader:
         time.sleep(_POLL_S)
     die_with_parent(agent)
@@ -224,8 +234,11 @@ def _become(
 ) -> NoReturn:
     """Turn this forked process into a worker as if it had been started by itself."""
     os.setsid()
+    # The write ends of other workers' pipes: the agent sees the end of their output only when nobody has
+    # them.
     for fd in others:
         os.close(fd)
+    # See Note [Nothing runs twice].
     if connection.recv(len(_GO)) != _GO:
         os._exit(1)  # the agent does not know of it, and starts the workers in another way
     connection.close()

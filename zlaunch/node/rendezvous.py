@@ -64,6 +64,7 @@ class Handshake:
         agent and its workers, as far as they are known. The answer says whether certainly nothing is left.
         """
         run_id = str(message["run_id"])
+        # Process ids of another namespace (a container) name other processes here.
         here = message["pid_namespace"] != 0 and message["pid_namespace"] == pid_namespace()
         sessions = [Process(int(pid), int(ticks)) for pid, ticks in message["sessions"]] if here else []
         count = sweep(run_id, sessions)
@@ -87,6 +88,8 @@ class Handshake:
         """Send the token to the next one that has connected."""
         with suppress(OSError):
             connection, _ = listener.accept()
+            # By the token, a node knows that it has reached node 0 of this run. Anything may listen at the
+            # same port of a wrong address.
             connection.sendall(self._token)
             connection.close()
 

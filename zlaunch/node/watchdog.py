@@ -37,6 +37,7 @@ def fork_under_watchdog() -> int:
     """
     adopt_orphans()
     watchdog = os.getpid()
+    # Before the fork: the agent uses the folder, and the watchdog, which outlives it, removes it.
     memory_folder = machine.new_folder(watchdog)
     child = os.fork()
     if child:
@@ -50,6 +51,7 @@ def fork_under_watchdog() -> int:
 
 def _watch_over(child: int, memory_folder: str) -> NoReturn:
     """Wait for the agent, end what it has left, and end as it did."""
+    # Exit code 1, for an error before the agent's status is known.
     status = 1 << 8
     try:
         agent = Process(child, start_ticks(child) or 0)
@@ -61,6 +63,8 @@ def _watch_over(child: int, memory_folder: str) -> NoReturn:
             signal.signal(signum, pass_on)
         for signum in _IGNORED:
             signal.signal(signum, signal.SIG_IGN)
+        # Kept to see the launcher hang up, while the agent cannot. The other copies of the agent's pipes are
+        # closed, so that the launcher sees the end of the agent's output.
         launcher = os.dup(0)
         null = os.open(os.devnull, os.O_RDWR)
         for stdio in (0, 1, 2):
@@ -70,6 +74,7 @@ def _watch_over(child: int, memory_folder: str) -> NoReturn:
         os.close(launcher)  # who writes to a dead agent is to be told
         pid = 0
         while pid != child:
+            # Of any child: orphans that were adopted have to be reaped, too.
             pid, status = os.waitpid(-1, 0)
         if not _reap():
             sweep(ancestor=os.getpid(), reap=_reap)
@@ -77,6 +82,7 @@ def _watch_over(child: int, memory_folder: str) -> NoReturn:
         machine.remove(memory_folder)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
+            # End by the agent's signal: whoever waits for this process sees how the agent ended.
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             if -code != signal.SIGKILL:
                 signal.signal(-code, signal.SIG_DFL)
@@ -95,6 +101,7 @@ def _await_end(agent: Process, launcher: int) -> None:
     pause_ms: int | None = None
     while pidfd not in (ready := {fd for fd, _ in poller.poll(pause_ms)}):
         if launcher in ready:
+            # poll() reports a hang-up each time, so this would not wait any more.
             poller.unregister(launcher)
             pause_ms = _LOOK_MS
         if pause_ms is not None and is_stopped(agent):
@@ -122,6 +129,7 @@ def _disguise() -> None:
 
     try:
         with open("/proc/self/stat", "rb") as file:
+            # The name in parentheses may contain spaces and parentheses itself.
             fields = file.read().rpartition(b")")[2].split()
         arg_start, arg_end, env_start, env_end = map(int, fields[45:49])
     except (OSError, ValueError):

@@ -68,6 +68,8 @@ class Batch:
         self.plans = plans
         ends = [_pipes() for _ in plans]
         self._readers = [readers for readers, _ in ends]
+        # As in spawn(): the preloader inherits the mask, and so do its workers until their bootstrap has
+        # handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_SIGNALS)
         pipes = [writers for _, writers in ends]
         try:
@@ -84,6 +86,7 @@ class Batch:
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            # The agent's own copies: with them open, a worker's output would never end.
             for _, writers in ends:
                 for fd in writers:
                     os.close(fd)
@@ -146,6 +149,7 @@ def spawn(plan: WorkerPlan, cwd: str, user_input: int | None = None) -> Worker:
 
 def blames_host(error: OSError) -> bool:
     """Tell whether a worker that could not be started may start on another host."""
+    # A program that is no program, or too long arguments, fail on every host.
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno not in (errno.ENOEXEC, errno.E2BIG)
 

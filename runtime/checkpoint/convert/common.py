@@ -63,6 +63,7 @@ def with_ties(state: Mapping[str, Tensor]) -> tuple[dict[str, Foreign], dict[str
     tied: dict[str, str] = {}
     known: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
+        # Memory alone is not enough: a view of a part of a tensor may begin at the same address.
         place = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
         first = known.setdefault(place, name) if tensor.numel() else name
         if first == name:

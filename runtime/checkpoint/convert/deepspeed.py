@@ -36,6 +36,7 @@ def _inert(path: str) -> type[Any]:
     def __init__(self: Any, value: Any = None) -> None:
         self.value = value
 
+    # torch compares the names of allowed classes with those in the file, so the class has DeepSpeed's.
     return type(name, (), {"__init__": __init__, "__module__": module, "__qualname__": name})
 
 
@@ -85,6 +86,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     stage = int(getattr(states[0].get("zero_stage"), "value", states[0].get("zero_stage") or 0))
     count = states[0].get("partition_count")
     ranks = max(count) if isinstance(count, list) else int(count or len(states))
+    # Without a rank's part, its elements would be taken from the parts behind it.
     if ranks != len(states):
         raise CheckpointError(f"{folder}: has {len(states)} of {ranks} *_optim_states.pt files")
     shapes = [dict(group) for group in first["param_shapes"]]
@@ -233,6 +235,7 @@ def _kept(
     """Return the names of tensors that the optimizer keeps for each element of a vector, and the rest, with
     the step of an optimizer that counts in its ``groups``.
     """
+    # At least as long as the partition: DeepSpeed may pad state, and the caller cuts it off.
     tensors = [
         k for k, v in entry.items() if isinstance(v, Tensor) and v.dim() == 1 and v.numel() >= numel > 1
     ]
@@ -302,6 +305,8 @@ def _stage3(
             part = -(-shape.numel() // ranks)
             contents: dict[str, tuple[torch.dtype, list[Tensor]]] = {}
             for key, by_rank in lists.items():
+                # Rank by rank, each one's part of the parameter; the last part ends with padding, which is
+                # cut off below.
                 pieces = [piece for own in by_rank for piece in _between(own, at, at + part)]
                 contents[key] = by_rank[0][0].dtype, _between(pieces, 0, shape.numel())
             found[name] = Foreign(

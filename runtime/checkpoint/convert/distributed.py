@@ -49,6 +49,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes the objects of such a file, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Exact names. A pickle can call whatever it finds, and a module has more than these classes.
         allowed = name in _CLASSES.get(module, ())
         if module == "torch":
             allowed = name in ("Size", "device") or isinstance(getattr(torch, name, None), _KINDS)
@@ -131,6 +132,7 @@ def read_distributed(folder: Path) -> ForeignCheckpoint:
     for path, entry in kept.items():
         if path[0] == "state":
             states.setdefault(str(path[1]), {})[str(path[2])] = entry
+    # State by numbers (optimizer.state_dict()) does not name its parameters.
     unknown = sorted(states.keys() - model.keys())
     if unknown:
         raise CheckpointError(
@@ -197,6 +199,7 @@ def _choose_model(folder: Path, rest: Sequence[_Entry]) -> tuple[dict[str, _Entr
             tensors.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
     if not tensors:
         raise CheckpointError(f"{folder}: contains no model tensors")
+    # A usual name decides between several state dicts; a single one may have any name.
     named = [prefix for prefix in tensors if prefix and prefix[-1] in _MODELS]
     choice = named or list(tensors)
     if len(choice) > 1:
@@ -224,6 +227,7 @@ def _ties(folder: Path, model: Mapping[str, _Entry], states: Mapping[str, Any]) 
     for names in shapes.values():
         if not 1 < len(names) <= _MOST_TIED or all(name in states for name in names):
             continue
+        # The name with state is the first: state is saved under that one alone.
         first, *others = sorted(names, key=lambda name: name not in states)
         value = _read_tensor(folder, model[first])
         if value.numel() and bool((value != value.reshape(-1)[0]).any()):
@@ -245,6 +249,7 @@ def _groups(
     group_of: dict[str, int] = {}
     for key, own in options.items():
         names = own.pop("params", [key])
+        # How torch computes, which each run chooses for itself.
         for state in ("foreach", "fused", "capturable", "differentiable"):
             own.pop(state, None)
         if isinstance(key, str) and own in groups:  # each parameter has its options, and groups follow
@@ -293,6 +298,7 @@ def _read_tensor(folder: Path, entry: _Entry) -> Tensor:
             )
         target.copy_(part)
         numel += part.numel()
+    # Chunks that are missing would leave uninitialized memory.
     if numel != whole.numel():
         name = ".".join(map(str, entry.path))
         raise CheckpointError(f"{folder}: {name} has {numel} elements of {whole.numel()}")

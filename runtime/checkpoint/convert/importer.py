@@ -71,6 +71,7 @@ def read_plain(paths: Sequence[Path]) -> ForeignCheckpoint:
         tensors, others = _tensors_of(path)
         state |= tensors
         left_out += others
+    # The prefix of a model that DistributedDataParallel has wrapped.
     if state and all(name.startswith("module.") for name in state):
         state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     buffers = {name: tensor for name, tensor in state.items() if not tensor.is_floating_point()}
@@ -121,6 +122,7 @@ def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> Fore
         raise CheckpointError(f"{path}: {_OURS}")
     if path.is_file():
         return read_plain([path])
+    # First, because a universal checkpoint also has DeepSpeed's *_model_states.pt.
     universal = find_universal(path, tag)
     if universal is not None:
         return read_universal(universal)
@@ -132,6 +134,7 @@ def read_foreign(source: str | os.PathLike[str], tag: str | None = None) -> Fore
     try:
         return read_plain(find_plain(path))
     except CheckpointError:
+        # Last: a folder may have both weights of another program and checkpoints of ours.
         if candidates(path):
             raise CheckpointError(f"{path}: {_OURS}") from None
         raise
@@ -153,6 +156,7 @@ def write_foreign(
         put_in_place(temporary, folder / tag)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    # See Note [Atomic saves] in format/commit.py.
     replace_file(folder / LATEST, tag.encode())
     sync_folder(folder)
     return folder / tag
@@ -220,6 +224,7 @@ def _write_file(
     try:
         for name, (dtype, _, pieces) in contents.items():
             for piece in pieces:
+                # In small parts: to() makes a copy, and a tensor may fill half of the memory.
                 for part in torch.split(piece.reshape(-1), 1 << 20):
                     writer.write(name, part.to(dtype))
         return {**writer.close(), "host": None}

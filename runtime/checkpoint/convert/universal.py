@@ -51,7 +51,9 @@ def read_universal(folder: Path) -> ForeignCheckpoint:
         for group, members in enumerate(first["param_shapes"])
         for name, shape in members.items()
     }
+    # Otherwise a parameter whose file has been lost would begin with a moment of zero, without a word.
     _check_complete(parts, parameters)
+    # With model parallelism, a model file has only one rank's part of a frozen parameter.
     if any(folder.glob("*mp_rank_01_*")):
         known = {*parameters, *(first.get("shared_params") or {}), *first["buffer_names"]}
         rest = [name for name, value in first["module"].items() if name not in known and value is not None]

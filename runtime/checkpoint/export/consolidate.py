@@ -46,6 +46,8 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
                     cut = cut_of(parameter)
                     if comm.rank and cut is None:
                         continue
+                    # Collective for the ranks that share the parameter: all take part, and rank 0 alone keeps
+                    # the result.
                     whole = parameter.detach() if cut is None else cut.whole(parameter.detach())
                     if comm.rank == 0:
                         values.update(dict.fromkeys(names[id(parameter)], whole.to("cpu", copy=True)))
@@ -55,6 +57,7 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if exclude_frozen and not parameter.requires_grad:
             continue
+        # Parameters of integers are in no unit, and whole on every rank.
         managed = placeholder.owner(parameter) is not None
         ordered[name] = values[name] if managed else parameter.detach().to("cpu", copy=True)
     for prefix, child in module.named_modules():
@@ -94,6 +97,8 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
             seen: set[int] = set()
             unique = {}
             for name, value in state.items():
+                # save_file() refuses tensors that share memory: a tied weight is written under its first
+                # name.
                 if not value.numel() or value.data_ptr() not in seen:
                     seen.add(value.data_ptr())
                     unique[name] = value
@@ -104,6 +109,7 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
         else:
             torch.save(state, temporary)
         with open(temporary, "rb") as file:
+            # Before replacing() renames it: a power loss must not leave the name with half of the content.
             os.fsync(file.fileno())
 
 
@@ -181,6 +187,7 @@ def _mapped(
     numel = math.prod(shape)
     if not numel:
         return torch.empty(shape, dtype=dtype)
+    # DCP wants all tensors at the same time. Mapped files are memory that the system can write back.
     whole = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
     for start in range(0, numel, _PIECE_NUMEL):
         piece = whole[start : start + _PIECE_NUMEL]

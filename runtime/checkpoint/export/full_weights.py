@@ -68,6 +68,8 @@ def export(
     ]
     index = out / f"{stem}.{suffix}.index.json"
     others = [path for path in out.iterdir() if _WEIGHTS.fullmatch(path.name)]
+    # Loaders prefer one file, or an index, to others in a folder: what an earlier export has left would win
+    # silently.
     stale = [path.name for path in others if path.name not in names and path != index]
     if stale or (index.exists() and len(shards) == 1):
         raise CheckpointError(
@@ -82,6 +84,7 @@ def export(
                 _to_bin(temporary, checkpoint.tied)
         written.append(out / name)
     if len(shards) > 1:
+        # The index comes last: until it is there, no reader takes a part of the shards for the model.
         places = {w: name for name, shard in zip(names, shards, strict=True) for w in shard}
         if kind == "bin":
             places |= {alias: places[name] for alias, name in checkpoint.tied.items() if name in places}
@@ -110,6 +113,7 @@ def companions(checkpoint: Checkpoint, like: str | os.PathLike[str] | None = Non
                 f"{like}: cannot read config and tokenizer files: {error.strerror}"
             ) from None
         found = [path for path in files if any(path.match(pattern) for pattern in _COMPANIONS)]
+        # A config.json that nobody has named may be of any program.
         if found and (like is not None or _is_hugging_face(place / "config.json")):
             return found
     if like is not None:
@@ -170,6 +174,7 @@ def _split(checkpoint: Checkpoint, dtype: torch.dtype, limit: int, exclude_froze
     for name, own, shape in checkpoint.weights(exclude_frozen=exclude_frozen):
         kind = dtype if own.is_floating_point else own
         nbytes = bytes_of(kind, shape)
+        # A tensor above the limit gets a shard for itself.
         if shards[-1] and filled + nbytes > limit:
             shards.append({})
             filled = 0
@@ -206,6 +211,7 @@ def _to_bin(path: Path, tied: Mapping[str, str]) -> None:
         low, high = entry["data_offsets"]
         flat = torch.empty(0, dtype=torch.uint8)
         if high > low:
+            # Copy-on-write: torch wants memory that can be written to, and the file must not change.
             mapped = np.memmap(path, np.uint8, "c", 8 + length + low, (high - low,))
             flat = torch.from_numpy(mapped)
         tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(tuple(entry["shape"]))
@@ -239,7 +245,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the whole model's weights on the CPU, floating ones in fp32; tied weights are one tensor.
 
-    ``lazy_mode`` is accepted. For a model larger than memory use :func:`export`. Raises CheckpointError.
+    For a model larger than memory, use :func:`convert_zero_checkpoint_to_fp32_state_dict`.
+
+    Args:
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+        exclude_frozen_parameters: Leave frozen parameters out.
+        lazy_mode: Accepted for DeepSpeed's scripts, without effect.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
     """
     checkpoint = open_checkpoint(checkpoint_dir, tag)
     state: dict[str, Tensor] = {}
@@ -254,8 +269,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Load a checkpoint's fp32 weights into a plain model on the CPU, where names agree; warn of the others.
-    Raises CheckpointError, also where no name agrees.
+    """Load a checkpoint's fp32 weights into a plain model, where names agree; warn of the others.
+
+    Args:
+        model: The model. It is moved to the CPU.
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or no name agrees.
     """
     model = model.cpu()
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -283,7 +308,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Export as :func:`export` does, in fp32. Raises CheckpointError, OSError, ValueError."""
+    """Write the whole model's weights in fp32 as Hugging Face reads them.
+
+    It takes about 40 MiB of memory. For ``pytorch_model.bin`` it maps a temporary file as large as a shard.
+
+    Args:
+        checkpoint_dir: Folder that was passed to ``save_checkpoint``, or the folder of one checkpoint.
+        output_dir: Folder of the files; made if it does not exist.
+        max_shard_size: Size at which weights are split into several files: bytes, or "5GB"; None for one
+            file.
+        safe_serialization: Write ``model.safetensors`` instead of ``pytorch_model.bin``.
+        tag: Name of a checkpoint; "auto" for the newest whole one; None for what ``latest`` names.
+        exclude_frozen_parameters: Leave frozen parameters out.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or the folder has weights in other files.
+        OSError: The files cannot be written.
+        ValueError: ``max_shard_size`` is not a size.
+    """
     limit = parse_size(str(max_shard_size)) if max_shard_size is not None else sys.maxsize
     export(
         open_checkpoint(checkpoint_dir, tag),

@@ -44,6 +44,8 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
     names = list(inner)
     if tag is None:
         problems = {name: incomplete(path) for name, path in inner.items()}
+        # The newest, even if none is complete: weights may be whole where the rest of a Trainer's save is
+        # missing.
         chosen = next((name for name in names if problems[name] is None), names[0])
         for name in names[: names.index(chosen)]:
             print(

@@ -29,6 +29,8 @@ def _without_relative_imports(source: str) -> str:
     """Return a module below its docstring, without imports of its neighbours and of ``__future__``."""
     dropped: set[int] = set()
     for index, node in enumerate(ast.parse(source).body):
+        # Relative imports name modules that stand in the script itself. `from __future__` may only come
+        # first, and stands there once.
         own = isinstance(node, ast.ImportFrom) and (node.level > 0 or node.module == "__future__")
         if own or index == 0:
             assert node.end_lineno is not None

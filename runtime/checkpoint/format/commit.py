@@ -1,4 +1,17 @@
-"""Puts checkpoints into their folder: written beside it, renamed into it, named by ``latest``, pruned."""
+"""Puts checkpoints into their folder: written beside it, renamed into it, named by ``latest``, pruned.
+
+Note [Atomic saves]. Whenever a save is killed, or the machine loses power, a reader finds the former
+checkpoint or the new one, whole. This order ensures it:
+
+1. Each rank writes its file into a hidden temporary folder and syncs it (``FileWriter.close``).
+2. After an exchange, the leader writes and syncs the manifest, which has the checksums of all files.
+3. It syncs the temporary folder: the names of the files in it are on the disk.
+4. It renames a former checkpoint of this tag to ``.TAG.old``, the temporary folder to ``TAG``, and syncs the
+   parent. Between the two renames, ``find`` and ``candidates`` take ``.TAG.old``.
+5. It deletes ``.TAG.old``, replaces ``latest``, and prunes older checkpoints.
+
+Readers ignore other hidden folders. The next save deletes those that a dead process has left (``prepare``).
+"""
 
 from __future__ import annotations
 
@@ -40,6 +53,7 @@ _DEAD_S = 5.0
 """Seconds without a write after which it does so if its process is known to have ended on this host."""
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[^/]+)-(?P<space>\d+)-(?P<pid>\d+)-\d+\.tmp")
 _DELETED = re.compile(r"\..+\.zlaunch-deleted")
+# For the threads of one process, also where the file system has no locks.
 _turn = threading.Lock()
 
 
@@ -82,6 +96,7 @@ def write_manifest(
     }
     has_parts = any("parts" in entry for entry in entries["parameters"].values())
     version = VERSION_WITH_PARTS if has_parts else VERSION
+    # The `entries` of a save have the time of its state, which wins. Those of an import have none.
     head = {"crc32": 0, "format": FORMAT, "version": version, "time": time.time()}
     manifest = json.loads(json.dumps({**head, **entries, "buffers": buffers, "files": files}))
     manifest["crc32"] = checksum(manifest)
@@ -95,14 +110,18 @@ def put_in_place(temporary: Path, final: Path) -> None:
     """Make a written folder the checkpoint. At every moment the former one of this tag or the new one can be
     found, both whole. Saves into one folder take turns. Raises OSError.
     """
+    # Before the rename: after a power loss, the folder must not have its final name without its entries.
     sync_folder(temporary)
     old = put_aside(final.parent, final.name)
+    # Two saves of one tag (several engines, or processes) would otherwise rename between each other's two
+    # renames.
     with _alone_in(final.parent):
         if final.exists():
             _remove_aside(old, final)  # of a save that was killed
             os.rename(final, old)
         os.rename(temporary, final)
         sync_folder(final.parent)
+        # Only now: until the parent is synced, the disk may know the old checkpoint alone.
         _remove_aside(old, final)
 
 
@@ -135,6 +154,8 @@ def _remove_aside(old: Path, final: Path) -> None:
 
 def check_tag(tag: str) -> None:
     """Raise CheckpointError for a tag that cannot be a checkpoint's name."""
+    # A leading dot marks hidden folders, which candidates() does not list; "latest" is the pointer's file,
+    # and "auto" means the newest whole checkpoint.
     plain = tag and tag == tag.strip() and not any(part in tag for part in ("/", "\0"))
     if not plain or tag.startswith(".") or tag in (LATEST, "auto"):
         raise CheckpointError(
@@ -146,6 +167,7 @@ def prepare(target: SaveTarget) -> None:
     """Make the temporary folder. Raises OSError, CheckpointError if something else has the tag's name."""
     if not target.folder.is_dir():
         target.folder.mkdir(parents=True, exist_ok=True)
+        # A new folder's name is in its parent, which no later step syncs.
         sync_folder(target.folder.parent)
     final = target.folder / target.tag
     if final.exists() and not is_checkpoint(final) and (not final.is_dir() or any(final.iterdir())):
@@ -159,8 +181,11 @@ def prepare(target: SaveTarget) -> None:
 
 def _remove_left(left: Path) -> None:
     """Remove what a process that is gone has left, unless there are other files."""
+    # Files of somebody else are never deleted, wherever they lie.
     if any(not _is_ours(entry) for entry in left.iterdir()):
         return
+    # A name has rank 0's process. When that has ended, other ranks may still write for a moment: hence
+    # _DEAD_S. The end of a process on another host, or in another container, cannot be seen: hence _STALE_S.
     if _DELETED.fullmatch(left.name) or _idle_s(left) > (_DEAD_S if _is_gone(left.name) else _STALE_S):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -177,6 +202,7 @@ _numbers = itertools.count()
 def new_owner() -> str:
     """Make a name for one save of this process: host, its space of process ids, process, a number."""
     try:
+        # Two containers may share host name and folder, and have different processes of the same id.
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         space = 0
@@ -205,6 +231,7 @@ def _idle_s(folder: Path) -> float:
 
 def point_to(target: SaveTarget) -> None:
     """Name the checkpoint in ``latest``, and put the script beside it."""
+    # See Note [Atomic saves]: `latest` names only what is on the disk under its final name.
     replace_file(target.folder / LATEST, target.tag.encode())
     path = target.folder / script.NAME
     content = script.text().encode()
@@ -227,6 +254,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        # Synced before the rename: otherwise a power loss may leave the new name with no content.
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -241,6 +269,7 @@ def prune(target: SaveTarget) -> None:
         latest = (target.folder / LATEST).read_text(encoding="utf-8").strip()
     except OSError:
         latest = ""
+    # A tag without a number, such as "best", is not one of a series.
     if not re.search(r"\d", target.tag):
         return
     alike = re.compile(re.sub(r"\d+", r"\\d+", re.escape(target.tag)))
@@ -248,14 +277,18 @@ def prune(target: SaveTarget) -> None:
     for path in candidates(target.folder):
         if not alike.fullmatch(path.name):
             continue
+        # A save in the background may end after later ones. It must not remove itself.
         if path.name in (target.tag, latest) or kept < target.keep_last:
             kept += 1
             continue
         if all(_is_ours(entry) for entry in path.iterdir()):
+            # The deletion of many files can be interrupted. A hidden name first, so that no reader finds the
+            # rest; prepare() of a later save deletes it.
             gone = path.with_name(f".{path.name}.zlaunch-deleted")
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
         else:
+            # The manifest first: what is left is then not a checkpoint, whenever this is interrupted.
             (path / MANIFEST).unlink(missing_ok=True)
             for entry in [entry for entry in path.iterdir() if _is_ours(entry)]:
                 entry.unlink()

@@ -67,6 +67,7 @@ class FileWriter:
         self._threads: list[Thread] = []
         self._fd, self._direct = _create(path)
         try:
+            # One more than is used, because _cut() starts at a multiple of CHUNK_BYTES.
             self._memory = link.empty((_BUFFERS + 1) * CHUNK_BYTES, torch.uint8)
             for buffer in _cut(self._memory):
                 self._free.put(buffer)
@@ -109,9 +110,11 @@ class FileWriter:
 
     def _flush(self) -> None:
         """Hand the present buffer to the threads and take a free one."""
+        # A thread's error. Stop here, not at close(): the rest would be copied for nothing.
         if self._error is not None:
             raise self._error
         job = self._buffer, self._filled, self._chunk, self._arrival
+        # Without threads (the interpreter is ending), the caller writes.
         if self._threads:
             self._jobs.put(job)
         else:
@@ -120,6 +123,8 @@ class FileWriter:
         self.nbytes += self._filled
         self._chunk += 1
         self._filled = 0
+        # Blocks while all chunks are being written, which bounds the memory. _do() returns a chunk even after
+        # an error; otherwise this would wait forever.
         self._buffer = self._free.get()
 
     def _work(self) -> None:
@@ -148,6 +153,7 @@ class FileWriter:
             try:
                 done += os.pwrite(self._fd, memory[done:end], chunk * CHUNK_BYTES + done)
             except OSError as error:
+                # The chunk is written again from `done`, without O_DIRECT and the padding.
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 direct = self._direct = False  # a file system that only seemed to allow it
@@ -158,12 +164,14 @@ class FileWriter:
         try:
             assert not self._missing and not any(numel for _, numel, _ in self._left), f"left: {self._left}"
             if self._filled:
+                # A direct write has a multiple of ALIGN_BYTES. The excess is cut off below.
                 if self._direct and self._filled % ALIGN_BYTES:
                     self._buffer[self._filled : aligned(self._filled)].zero_()
                 self._flush()
             self._end_threads()
             if self._error is not None:
                 raise self._error
+            # See Note [Atomic saves] in commit.py: no manifest before the content of its files.
             os.ftruncate(self._fd, self.nbytes)
             os.fsync(self._fd)
         finally:
@@ -220,6 +228,7 @@ def _create(path: Path) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+    # The open that failed has created the file, which O_EXCL would refuse now.
     path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666), False
 
@@ -231,5 +240,6 @@ def _reserve(fd: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
+        # Where the space cannot be reserved, a full disk is noticed by a write.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise

@@ -25,11 +25,14 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], root: str, where: str) -> Any:
+    # JSON has no NaN and no infinity; Python writes them, and other readers fail.
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": repr(float(value))}
+    # json.loads() refuses integers of more than 4300 digits: the whole manifest would be unreadable.
     if isinstance(value, int) and value.bit_length() > 4096:
         raise CheckpointError(f"{where} is a number of {value.bit_length()} bits, which is too large")
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
+        # bool first, because it is an int. Subclasses (numpy.float64) become plain values.
         for plain in (bool, int, float, str):
             if isinstance(value, plain):
                 return plain(value)
@@ -43,9 +46,12 @@ def _encode(value: Any, tensors: dict[str, Tensor], root: str, where: str) -> An
     if isinstance(value, (list, tuple)):
         items = [_encode(item, tensors, root, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"__tuple__": items}
+    # torch's MultiStepLR has its milestones in a Counter, and reads them as one.
     if type(value) is Counter:
         return {"__counter__": _encode(dict(value), tensors, root, where)}
     if isinstance(value, Mapping):
+        # JSON turns every key into a string, and a dict with a key like "__tuple__" would be decoded as a
+        # mark.
         plain_keys = all(type(key) is str for key in value) and not any(mark in value for mark in _MARKS)
         pairs = [
             (key, _encode(key, tensors, root, f"a key of {where}"), item, f"{where}[{key!r}]")

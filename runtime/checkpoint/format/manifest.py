@@ -101,6 +101,7 @@ class Checkpoint:
             return
         box = box or whole_box(entry["shape"])
         row = prod(box_shape(box)[1:])
+        # Some rows at a time: the whole parameter may not fit into memory.
         step = max(1, _ROWS_NUMEL // max(1, prod(entry["shape"][1:])))
         stop = start + target.numel()
         at = 0
@@ -123,6 +124,7 @@ class Checkpoint:
         if "parts" not in entry:
             self._read_pieces(rows.view(-1), name, entry["slices"], kind, low * prod(shape[1:]))
             return rows
+        # Boxes that do not cover the parameter would leave uninitialized memory in `rows`.
         if sum(prod(box_shape(part["box"])) for part in entry["parts"]) != prod(shape):
             raise CheckpointError(f"{self.folder}: parts of {name} are missing from its files")
         for part in entry["parts"]:
@@ -153,11 +155,13 @@ class Checkpoint:
                 continue
             entry = self.manifest["files"].get(file, {})
             if entry.get("host") is not None and not (self.folder / file).exists():
+                # Not an error yet: with node-local folders, a file that is here may have the same elements.
                 away.append(file)
                 continue
             for low, high in wanted:
                 part = target[low - start : high - start]
                 self.file(file).read_into(part, f"{prefix}.{kind}", at + low - first)
+            # Elements that several files have are read once, from the first.
             missing = [rest for span in missing for rest in _without(span, first, first + numel)]
         if missing and away:
             raise CheckpointError(self._elsewhere(away))
@@ -207,6 +211,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{path}: has format version {content.get('version')}, but this zlaunch reads {VERSION} and "
                 f"{VERSION_WITH_PARTS}: use the zlaunch version that wrote it"
             )
+        # After the version: a newer version may compute its checksum in another way, and its message is the
+        # better one.
         if checksum(content) != content["crc32"] or content["format"] != FORMAT:
             raise ValueError("its checksum does not match")
     except FileNotFoundError:
@@ -230,6 +236,8 @@ def is_checkpoint(path: Path) -> bool:
     if not (path / MANIFEST).is_file():
         return False
     try:
+        # Other programs have a manifest.json, too. The text is not parsed, because a damaged checkpoint is
+        # also one of ours.
         return (path / WHOLE).exists() or FORMAT in (path / MANIFEST).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
@@ -243,8 +251,10 @@ def candidates(folder: Path) -> list[Path]:
         hidden = re.fullmatch(r"\.(.*)\.old", tag.name)
         if not is_checkpoint(tag):
             continue
+        # See Note [Atomic saves] in commit.py: `.TAG.old` counts only while TAG has no folder.
         if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
             continue
+        # By the time in the manifest, not the file's: copying a folder changes the latter.
         found.append((_saved_at(tag), tag.name, tag))
     return [path for _, _, path in sorted(found, reverse=True)]
 

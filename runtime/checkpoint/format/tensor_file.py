@@ -70,6 +70,7 @@ class File:
             self.close()
             raise CheckpointError(f"{path}: has {size} bytes, expected {self._nbytes}: it is damaged")
         header = bytearray(8)
+        # Through _bytes(), so the checksum of the first chunk is compared before its numbers are used.
         self._bytes(0, memoryview(header))
         length = int.from_bytes(header, "little")
         if not 0 < length <= self._nbytes - 8:
@@ -138,9 +139,12 @@ class File:
         """Return a chunk's bytes. While chunks are wanted in order, threads read and check the next ones."""
         if chunk == self._held:
             return self._content
+        # A jump reads one chunk. Reading ahead there would read what is not wanted.
         in_order = chunk == self._before + 1
         self._before = chunk
         for passed in [number for number in self._ahead if not chunk <= number <= chunk + _AHEAD]:
+            # A read that runs is awaited here: close() does not see it any more, and must not close its
+            # descriptor.
             other = self._ahead.pop(passed)
             if not other.cancel():
                 other.exception()
@@ -149,6 +153,7 @@ class File:
             for following in range(chunk + 1, min(chunk + 1 + _AHEAD, len(self._sums))):
                 if following not in self._ahead and following not in self._good:
                     self._ahead[following] = _readers().submit(self._load, following)
+        # If the read below fails, the content in memory belongs to no chunk.
         self._held = -1
         former = self._content
         self._content = job.result() if job is not None else self._load(chunk)
@@ -161,6 +166,7 @@ class File:
         """Read and check one chunk; its bytes begin the result. Raises CheckpointError."""
         offset = chunk * CHUNK_BYTES
         try:
+            # No look before: several readers take from this list, and pop() is atomic.
             buffer = self._free.pop()
         except IndexError:
             buffer = torch.empty(0, dtype=torch.uint8)
@@ -195,6 +201,7 @@ class File:
             low = max(first, offset)
             high = min(last, end)
             target = view[low - offset : high - offset]
+            # A chunk that was good once is read without its checksum, only the bytes that are wanted.
             if chunk in self._good and chunk != self._held:
                 self._fill(target, low)
             else:
