@@ -151,8 +151,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/supervisor/controller.py",
-        "self._bound(self.plan.grace_s)\n        self.queue.put((-1, _WAKE))",
-        "self._bound(self.plan.grace_s / 1000)\n        self.queue.put((-1, _WAKE))",
+        "self._bound(self.plan.grace_s)\n        self.queue.put((-1, Wake()))",
+        "self._bound(self.plan.grace_s / 1000)\n        self.queue.put((-1, Wake()))",
         "the grace period is taken for milliseconds",
         ("tests/unit/supervisor/test_controller.py",),
     ),

@@ -421,7 +421,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/node/agent.py",
-        '                self.lease.extend(float(command["lease"]))\n',
+        "                self.lease.extend(float(command.lease))\n",
         "                pass\n",
         "an agent leaves a launcher that it hears",
         _UPLINK,

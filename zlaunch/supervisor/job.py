@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.plan.options import Options
@@ -21,6 +20,7 @@ from zlaunch.supervisor.nodes import Left, Link, Node, Rendezvous, Say, close_al
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
+from zlaunch.system.messages import Ping, Pong, Preload
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
 
@@ -48,7 +48,7 @@ class Agents:
         self._connect = connect
         self._say = say
         self._nodes: dict[str, Node] = {}
-        self._spares = _PreparedSpares(connect, {}, [], {})
+        self._spares = _PreparedSpares(connect, {}, [], None)
 
     def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
         """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
@@ -62,7 +62,7 @@ class Agents:
     def show_life(self) -> None:
         """Have the agents that are there wait for their plan a while longer."""
         for node in self._nodes.values():
-            node.link.transport.send({"cmd": "ping", "idle_s": _IDLE_S})
+            node.link.send(Ping(idle_s=_IDLE_S))
 
     def drop(self, hosts: Collection[str]) -> None:
         """End the agents of these hosts."""
@@ -77,8 +77,7 @@ class Agents:
         are asked for.
         """
         ready = self._spares.stop()
-        worker = asdict(plan.nodes[0].workers[0])
-        order = {"cmd": "preload", "modules": plan.preload, "cwd": plan.cwd, "worker": worker}
+        order = Preload(plan.preload, plan.cwd, asdict(plan.nodes[0].workers[0]))
         self._spares = _PreparedSpares(self._connect, ready, hosts if plan.preload else (), order)
 
     def end(self) -> None:
@@ -92,12 +91,12 @@ class _PreparedSpares:
     """Keeps agents on spare hosts, in a thread: has them import, and shows them that the launcher lives."""
 
     def __init__(
-        self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Mapping[str, Any]
+        self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Preload | None
     ) -> None:
         """Take the agents that are `ready`, which have had the order already."""
         self._connect = connect
         self._nodes = ready
-        self._order = dict(order)
+        self._order = order
         self._missing = [host for host in hosts if host not in ready]
         self._end = threading.Event()
         self._given_up = False
@@ -108,15 +107,16 @@ class _PreparedSpares:
     def _run(self) -> None:
         found, _ = self._connect(self._missing, lambda what, seconds: None) if self._missing else ([], [])
         for node in found:
-            with suppress(OSError):  # the first ping says that it is gone
-                node.link.transport.send(self._order)
+            if self._order is not None:
+                with suppress(OSError):  # the first ping says that it is gone
+                    node.link.send(self._order)
         self._nodes = {**self._nodes, **{node.host: node for node in found}}
         has_ended = False
         while not has_ended:
             has_ended = self._end.wait(_PING_S)  # and once more at the end: who is handed out lives
             for node in list(self._nodes.values()):
                 try:
-                    node.link.ask({"cmd": "ping", "idle_s": _IDLE_S}, "pong")
+                    node.link.ask(Ping(idle_s=_IDLE_S), Pong)
                 except (NodeError, OSError):  # it is connected to again when it is needed
                     del self._nodes[node.host]
         if self._given_up:

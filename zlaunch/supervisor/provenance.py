@@ -30,7 +30,7 @@ from zlaunch.plan.options import Options
 from zlaunch.plan.plan import Program
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.redact import redact, secret_values
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Packages
 from zlaunch.system.processes import python_module_argv, yield_to_others
 
 PROVENANCE = "provenance.json"
@@ -90,21 +90,19 @@ class Provenance:
             self._thread = threading.Thread(target=self._find_rest, args=(ask_packages,), daemon=True)
             self._thread.start()
 
-    def take_packages(self, event: Event) -> None:
+    def take_packages(self, event: Packages) -> None:
         """Write the list of packages that the agent of rank 0 has sent."""
-        lines = event.get("lines")
+        lines = event.lines
         values = secret_values(os.environ)
         with self._lock:
             if isinstance(lines, list):
                 text, _ = redact("".join(f"{line}\n" for line in lines), values)
                 self._put(PACKAGES, text.encode("utf-8", "surrogateescape"))
                 self._known["packages"] = {"file": PACKAGES, "count": len(lines)}
-                executable = event.get("executable")
-                version = event.get("python")
-                self._known["python"] = {"executable": executable, "version": version}
+                self._known["python"] = {"executable": event.executable, "version": event.python}
                 self._known["torch"] = version_in(lines, "torch")
             else:
-                self._known["packages"] = {"why": str(event.get("why", "the agent has sent no list"))}
+                self._known["packages"] = {"why": str(event.why or "the agent has sent no list")}
             self._write()
 
     @property

@@ -64,8 +64,7 @@ class FakeJob(Job):
         return nodes, [NodeError(host, "is down") for host in hosts if host in self.down]
 
     def node(self, host: str) -> Node:
-        transport = SimpleNamespace(send=lambda message: None)
-        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host), transport=transport)
+        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host), send=lambda command: None)
         facts: Any = None
         return Node(link, facts)
 
