@@ -364,8 +364,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- attempts
     Mutation(
         "zlaunch/supervisor/job.py",
-        "elif restarts < limits.max_restarts:",
-        "elif restarts <= limits.max_restarts:",
+        "elif restarts < job.launch.max_restarts:",
+        "elif restarts <= job.launch.max_restarts:",
         "there is one restart more than was allowed",
         _JOB,
     ),
@@ -385,7 +385,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/job.py",
-        "and not job.options.master_port:",
+        "and not job.launch.master_port:",
         ":",
         "another port than --master_port is tried",
         _JOB,

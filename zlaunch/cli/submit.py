@@ -173,12 +173,12 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
     )
     limit = None if about["limit"] is None else time_limit_s(about["limit"])
     launcher = prepare(command, dict(given)).launcher
-    o = launcher.options
+    launch = launcher.launch
     demand, names = find_demand(launcher)
-    path = Path(o.run_dir).resolve()
+    path = Path(launch.run_dir).resolve()
     check_daemon(queue_folder())  # before anything is there that could be started later
     submission = Submission(
-        run_id=o.run_id,
+        run_id=launch.run_id,
         run_dir=str(path),
         options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir", "run_id")),
         command=command,
@@ -191,7 +191,7 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
         time_s=limit,
         retries=about["retries"],
         preemptible=about["preemptible"],
-        grace_s=o.grace_s,
+        grace_s=launch.grace_s,
         heartbeat_s=launcher.run.heartbeat_s,
         starter=python_module_argv("zlaunch.cli.queued"),
         path=str(Path(zlaunch.__file__).parent),
@@ -209,8 +209,8 @@ def enqueue(asked: Asked) -> tuple[int, Path]:
             )
         nodes = tuple(demand.pool)[: demand.nodes]
         workers = demand.nodes * per_node
-        labels = run_folder.Labels(o.name, o.tags)
-        run_folder.queued(str(path), o.run_id, nodes, workers, line, labels)
+        labels = run_folder.Labels(launch.name, launch.tags)
+        run_folder.queued(str(path), launch.run_id, nodes, workers, line, labels)
         (path / CONSOLE_LOG).touch()
         os.close(lock)  # the next to hold it is the run's launcher
         try:

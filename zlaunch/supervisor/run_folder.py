@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.plan import Plan, Program
+from zlaunch.plan.options import Program
+from zlaunch.plan.plan import Plan
 from zlaunch.runtime.trust import Folder, UntrustedError, make_folder
 from zlaunch.runtime.world_sizes import FirstBatch
 from zlaunch.supervisor.end import End, Slot, read_slots

@@ -14,8 +14,7 @@ import pytest
 
 from tests.limits import wait_until
 from tests.unit.supervisor.test_git_state import git
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Launch, Program
 from zlaunch.supervisor import file_hash
 from zlaunch.supervisor import provenance as module
 from zlaunch.supervisor.provenance import Provenance, find_seed, version_in
@@ -41,14 +40,14 @@ class Scene:
         self, name: str = "train.py", mode: Literal["script", "module", "exec"] = "script"
     ) -> Provenance:
         program = Program(mode, name, ("--seed", "7"))
-        options = Options(
+        options = Launch(
             program=program,
             run_id="id",
             run_dir=str(self.run_dir),
-            python=sys.executable,
             workdir=str(self.folder),
+            first_attempt=2,
         )
-        return Provenance(options, ("--num_gpus=1", name, "--seed", "7"), 2)
+        return Provenance(options, ("--num_gpus=1", name, "--seed", "7"))
 
     def ask(self) -> None:
         self.asked += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Program
 from zlaunch.supervisor.found_runs import find_runs
 from zlaunch.supervisor.run_folder import (
     begun,
