@@ -269,11 +269,11 @@ MUTATIONS = (
         ("tests/unit/sweep/test_trials.py",),
     ),
     Mutation(
-        "zlaunch/cli/sweep.py",
+        "zlaunch/sweep/queues.py",
         'if state == "ended" and not _has_record(folder):',
         'if state == "new" and not _has_record(folder):',
         "a trial whose folder was removed is not run again",
-        ("tests/unit/cli/test_sweep_queues.py",),
+        ("tests/unit/sweep/test_queues.py",),
     ),
     Mutation(
         "zlaunch/tuning/search.py",

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zlaunch.plan.checks import replace_config
 from zlaunch.runtime.trust import make_folder
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_files import EventFile
@@ -89,15 +90,6 @@ def run_trial(
             _end(process)
     watch.take_all(events.read())
     return watch.trial(variant, process.returncode, time.monotonic() - start)
-
-
-def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
-    """Return a command line with another config file."""
-    found = []
-    for word in command:
-        option, equals, value = word.partition("=")
-        found.append(path if word == config else f"{option}={path}" if equals and value == config else word)
-    return found
 
 
 def read_batch(folder: Path) -> BatchSizes | None:
