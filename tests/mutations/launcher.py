@@ -45,6 +45,13 @@ MUTATIONS = (
         _PLAN,
     ),
     Mutation(
+        "zlaunch/cli/run.py",
+        'given["hang_timeout"] if given["debug"] is None else 0.0',
+        'given["hang_timeout"]',
+        "a rank at a breakpoint counts as a hang",
+        ("tests/unit/cli/test_launch_of.py",),
+    ),
+    Mutation(
         "zlaunch/plan/options.py",
         "for folder in (home(), Path.cwd()) if folder is not None",
         "for folder in (Path.cwd(), home()) if folder is not None",
@@ -151,8 +158,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/supervisor/controller.py",
-        "self._bound(self.plan.grace_s)\n        self.queue.put((-1, _WAKE))",
-        "self._bound(self.plan.grace_s / 1000)\n        self.queue.put((-1, _WAKE))",
+        "self._bound(self.plan.grace_s)\n        self.queue.put((-1, Wake()))",
+        "self._bound(self.plan.grace_s / 1000)\n        self.queue.put((-1, Wake()))",
         "the grace period is taken for milliseconds",
         ("tests/unit/supervisor/test_controller.py",),
     ),
@@ -262,11 +269,11 @@ MUTATIONS = (
         ("tests/unit/sweep/test_trials.py",),
     ),
     Mutation(
-        "zlaunch/cli/sweep.py",
+        "zlaunch/sweep/queues.py",
         'if state == "ended" and not _has_record(folder):',
         'if state == "new" and not _has_record(folder):',
         "a trial whose folder was removed is not run again",
-        ("tests/unit/cli/test_sweep_queues.py",),
+        ("tests/unit/sweep/test_queues.py",),
     ),
     Mutation(
         "zlaunch/tuning/search.py",
@@ -333,7 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/supervisor/job.py",
-        'said = "" if sick and not limits.excludes_unhealthy else',
+        'said = "" if sick and not job.launch.exclude_unhealthy else',
         'said = "" if False else',
         "unhealthy nodes are left out unasked",
         ("tests/unit/supervisor/test_job.py",),
@@ -452,8 +459,8 @@ MUTATIONS = (
     ),
     Mutation(
         "zlaunch/plan/plan.py",
-        "if rank == run.debug_rank:",
-        "if run.debug_rank is not None:",
+        "if rank == run.launch.debug_rank:",
+        "if run.launch.debug_rank is not None:",
         "--debug stops every rank",
         ("tests/unit/plan/test_worker_env.py",),
     ),

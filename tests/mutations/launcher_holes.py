@@ -21,7 +21,7 @@ _LEASE = ("tests/unit/node/test_lease.py",)
 _UPLINK = ("tests/unit/node/test_uplink.py",)
 _ENDING = ("tests/unit/queue/test_ending.py",)
 _DAEMON = ("tests/unit/queue/test_daemon.py",)
-_QUEUED = ("tests/unit/cli/test_queued.py",)
+_QUEUED = ("tests/unit/queue/test_attempt_process.py",)
 
 MUTATIONS: tuple[Mutation, ...] = (
     # -- processes
@@ -364,8 +364,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # -- attempts
     Mutation(
         "zlaunch/supervisor/job.py",
-        "elif restarts < limits.max_restarts:",
-        "elif restarts <= limits.max_restarts:",
+        "elif restarts < job.launch.max_restarts:",
+        "elif restarts <= job.launch.max_restarts:",
         "there is one restart more than was allowed",
         _JOB,
     ),
@@ -385,7 +385,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/job.py",
-        "and not job.options.master_port:",
+        "and not job.launch.master_port:",
         ":",
         "another port than --master_port is tried",
         _JOB,
@@ -421,7 +421,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/node/agent.py",
-        '                self.lease.extend(float(command["lease"]))\n',
+        "                self.lease.extend(float(command.lease))\n",
         "                pass\n",
         "an agent leaves a launcher that it hears",
         _UPLINK,
@@ -640,28 +640,28 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # -- signals outside of a queued run
     Mutation(
-        "zlaunch/cli/queued.py",
+        "zlaunch/queue/attempt_process.py",
         "        _handle_signals()\n        try:",
         "        try:",
         "a time limit that falls into the start kills the launcher",
         _QUEUED,
     ),
     Mutation(
-        "zlaunch/cli/queued.py",
+        "zlaunch/queue/attempt_process.py",
         "signal.SIGHUP, signal.SIGUSR1)",
         "signal.SIGHUP)",
         "a request to make room kills a launcher that has not begun",
         _QUEUED,
     ),
     Mutation(
-        "zlaunch/cli/queued.py",
+        "zlaunch/queue/attempt_process.py",
         '"--first_attempt", str(request.attempt), *arguments])\n        _ignore_signals()\n',
         '"--first_attempt", str(request.attempt), *arguments])\n',
         "a signal after the run keeps its end from being written",
         _QUEUED,
     ),
     Mutation(
-        "zlaunch/cli/queued.py",
+        "zlaunch/queue/attempt_process.py",
         "    if record is not None and record.pid == os.getpid() and record.exit_code is not None:\n"
         "        return int(record.exit_code)\n",
         "",
@@ -669,7 +669,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         _QUEUED,
     ),
     Mutation(
-        "zlaunch/cli/queued.py",
+        "zlaunch/queue/attempt_process.py",
         "        _ignore_signals()  # a second one must not interrupt what the first one has begun\n",
         "        pass\n",
         "a second signal at once ends a queued run's launcher with a traceback",

@@ -7,7 +7,7 @@ from tests.mutations.mutation import Mutation
 MUTATIONS = [
     Mutation(
         "zlaunch/supervisor/controller.py",
-        "wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))",
+        "wakeup = SignalWakeup(lambda: self.queue.put((-1, Wake())))",
         "wakeup = SignalWakeup(lambda: None)",
         "a signal that another thread gets ends no wait of the controller",
         ("tests/unit/supervisor/test_signal_wakeup.py",),

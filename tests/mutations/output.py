@@ -39,8 +39,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/node/agent.py",
-        "self.send(in_envelope(worker.plan.rank, event))",
-        'self.send({**event, "rank": worker.plan.rank})',
+        "self.outbox.put(in_envelope(worker.plan.rank, event))",
+        'self.outbox.put({**event, "rank": worker.plan.rank})',
         "a script's report is taken for the agent's words",
         _AGENT,
     ),
@@ -53,9 +53,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/supervisor/controller.py",
-        'event["rank"] not in own:',
-        'event["rank"] not in self.hosts:',
+        "event.rank not in own:",
+        "event.rank not in self.hosts:",
         "a node may send output of another node's ranks",
+        _CONTROLLER,
+    ),
+    Mutation(
+        "zlaunch/system/messages.py",
+        "name not in defaults or value != defaults[name]",
+        "name not in defaults",
+        "commands lose the fields that may be left out, such as a lease",
+        ("tests/unit/system/test_messages.py",),
+    ),
+    Mutation(
+        "zlaunch/supervisor/nodes.py",
+        "decoded = Damaged(str(error))",
+        "continue",
+        "an agent's event without a field is passed over",
         _CONTROLLER,
     ),
     Mutation(

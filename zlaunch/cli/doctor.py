@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import click
 from zlaunch.cli.commands import SETTINGS, Command, with_options
 from zlaunch.cli.launch_options import REACH
 from zlaunch.errors import LaunchError
-from zlaunch.plan.options import Options, python_there
+from zlaunch.plan.options import Launch, Program, python_there
 from zlaunch.system.checkup import Checkup, HostReport, Problem, describe_gpus, judge, size
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def own_findings() -> dict[str, Any]:
 
 
 def _findings(
-    hostfile: str | None, iface: str | None, given: dict[str, Any]
+    hostfile: str | None, iface: str | None, given: Mapping[str, Any]
 ) -> tuple[list[HostReport], list[Problem]]:
     from zlaunch.launchers.ssh import SshLauncher
 
@@ -91,26 +91,23 @@ def _findings(
         if hostfile is None:
             hostfile = str(Path(folder, "this_machine"))
             Path(hostfile).write_text("localhost\n")
-        reports = _examine(SshLauncher(_options(folder, hostfile, iface, given), None))
+        reports = _examine(SshLauncher(_launch(folder, hostfile, iface, given), None))
     return reports, judge(reports)
 
 
-def _options(folder: str, hostfile: str, iface: str | None, given: dict[str, Any]) -> Options:
-    """Make a launch's options, so that the hosts are reached as a launch would reach them."""
-    from zlaunch.plan.plan import Program
-
-    python = python_there(given.pop("venv"), given.pop("remote_python"))
+def _launch(folder: str, hostfile: str, iface: str | None, given: Mapping[str, Any]) -> Launch:
+    """Make a launch that reaches the hosts as any other would."""
+    python_there(given["venv"], given["remote_python"])  # refuses both
     try:
         workdir = os.getcwd()
     except FileNotFoundError:
         raise LaunchError("the current folder was removed: change to another one") from None
-    return Options(
+    return Launch(
         program=Program("script", "", ()),
         run_id="doctor",
         run_dir=folder,
         hostfile=hostfile,
         iface=iface,
-        python=python,
         workdir=workdir,
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         **given,
@@ -125,14 +122,14 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
     from zlaunch.supervisor.checkups import ask_checkups
     from zlaunch.supervisor.nodes import close_all, connect
 
-    options = launcher.options
+    launch = launcher.launch
     hosts = launcher.hosts
     nodes, errors = connect(hosts, launcher.open_transport, _CONNECT_TIMEOUT_S)
-    nccl_setting = launcher.environ.get("NCCL_SOCKET_IFNAME") or options.iface
+    nccl_setting = launcher.environ.get("NCCL_SOCKET_IFNAME") or launch.iface
     try:
-        reports = ask_checkups(nodes, options.workdir, nccl_setting, lambda node: node.facts.devices)
+        reports = ask_checkups(nodes, launch.workdir, nccl_setting, lambda node: node.facts.devices)
         able = [node for node, report in zip(nodes, reports, strict=True) if report.checkup is not None]
-        interfaces, meet_errors = _meet(able, options.iface)
+        interfaces, meet_errors = _meet(able, launch.iface)
     finally:
         close_all(nodes)
     known = {error.host: HostReport(host=error.host, error=error.text) for error in errors}
@@ -141,8 +138,8 @@ def _examine(launcher: SshLauncher) -> list[HostReport]:
         replace(
             known[host],
             slots=launcher.selection.entries[host].slots,
-            workdir=options.workdir,
-            iface=options.iface,
+            workdir=launch.workdir,
+            iface=launch.iface,
             meets_by=interfaces.get(host),
             meet_error=meet_errors.get(host, ""),
         )

@@ -34,7 +34,7 @@ help_all_option = option(
 """Adds the option that prints the long help."""
 
 
-class Launch(Command):
+class LaunchCommand(Command):
     """Launches a script. Its help lists the subcommands; it also accepts the flags of other launchers."""
 
     lists_launch_options = True

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zlaunch.cli.commands import SETTINGS, Command
-from zlaunch.cli.submit import QUEUE_OPTION, QueueName, choose_queue
+from zlaunch.cli.submit import QUEUE_OPTION
 from zlaunch.errors import LaunchError
+from zlaunch.queue.submit import QueueName, choose_queue
 
 if TYPE_CHECKING:
     from zlaunch.queue.store import Job, Store
 
 _WAIT_S = 60.0
-_POLL_S = 0.05
 
 
 @click.command(cls=Command, context_settings=SETTINGS, short_help="List queued and running jobs.")
@@ -137,54 +137,23 @@ def _cancel_in_slurm(jobs: Sequence[str]) -> None:
 
 
 def _cancel_in_own_queue(runs: Sequence[str]) -> int:
-    from zlaunch.queue.daemon import cancel_job, ensure_daemon
-
-    store, folder = _open()
-    asked = []
-    jobs = _find(store, runs)
-    for job in jobs:
-        if job.state == "ended":
-            text = f"job {job.id} has already ended, with code {job.exit_code}"
-            if len(jobs) == 1:
-                raise click.UsageError(text)
-            print(text)
-            continue
-        cancel_job(store, job)
-        asked.append(job.id)
-    if asked and (store.rows("running") or store.has_waiting()):
-        ensure_daemon(folder)
-    return _await_end(store, asked)
-
-
-def _find(store: Store, texts: Sequence[str]) -> list[Job]:
-    """Return the jobs that were named, by number or as runs. Raises LaunchError."""
-    from zlaunch.queue.daemon import settle
-    from zlaunch.supervisor.found_runs import find_run, meant
-
-    found = []
-    for text in texts:
-        if text.isdecimal() and (job := store.find(int(text))) is not None:
-            found.append(job)
-            continue
-        if text.isdecimal() and not text.startswith("20"):
-            raise LaunchError(f"there is no job {text}: `zlaunch queue --all` lists the jobs")
-        known = store.of_run(settle(find_run(meant(text))).path)
-        if known is None:
-            raise LaunchError(f"{text} was not started by the queue: stop it with `zlaunch stop {text}`")
-        found.append(known)
-    return found
-
-
-def _await_end(store: Store, asked: Sequence[int]) -> int:
+    from zlaunch.queue.cancel import await_end, cancel_jobs, find_jobs
     from zlaunch.queue.job_text import job_name
 
+    store, folder = _open()
+    jobs = find_jobs(store, runs)
+    ended = [job for job in jobs if job.state == "ended"]
+    for job in ended:
+        text = f"job {job.id} has already ended, with code {job.exit_code}"
+        if len(jobs) == 1:
+            raise click.UsageError(text)
+        print(text)
+    asked = cancel_jobs(store, folder, [job for job in jobs if job not in ended])
     deadline = time.monotonic() + _WAIT_S
     for job_id in asked:
-        while (job := store.find(job_id)) is not None and job.state != "ended":
-            if time.monotonic() > deadline:
-                text = f"job {job_id} has not ended within {_WAIT_S:g} s: zlaunch stacks {job_name(job)}"
-                print(f"zlaunch cancel: error: {text}", file=sys.stderr)
-                return 1
-            time.sleep(_POLL_S)
+        if (left := await_end(store, job_id, deadline)) is not None:
+            text = f"job {job_id} has not ended within {_WAIT_S:g} s: zlaunch stacks {job_name(left)}"
+            print(f"zlaunch cancel: error: {text}", file=sys.stderr)
+            return 1
         print(f"job {job_id}: cancelled")
     return 0

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ import click
 
 from zlaunch import __version__
 from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, print_name, with_options
-from zlaunch.cli.launch_command import OTHER_FLAGS, Launch, help_all_option
+from zlaunch.cli.launch_command import OTHER_FLAGS, LaunchCommand, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
 from zlaunch.errors import NodeError
 from zlaunch.launchers import registry
-from zlaunch.plan.options import Options, python_there
+from zlaunch.plan.options import Launch, Program, python_there
 from zlaunch.system.machine import discover
 from zlaunch.system.processes import signal_name
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zlaunch.launchers.base import Launcher
     from zlaunch.plan.plan import Plan
     from zlaunch.runtime.config import MeshShape
+    from zlaunch.slurm.environment import Allocation
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}
 _ENDS_WITH_JOB = "a job ends with the command that it was started for: leave it out"
@@ -40,10 +41,17 @@ _NOT_DEBUGGED = {
     "max_restarts": "each attempt would wait for a debugger",
 }
 """Option -> why it does not go with --debug."""
+_AS_GIVEN = (
+    *("venv", "remote_python", "hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus"),
+    *("master_addr", "master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new", "compat"),
+    *("requeue", "max_restarts", "first_attempt", "min_nodes", "health", "exclude_unhealthy", "profile"),
+    *("quiet", "verbose", "detach", "dry_run", "as_json", "parent", "node_rank", "pod"),
+)
+"""Options whose values a Launch takes as they are."""
 _EPILOG = "To run a script that has the name of a command, write its path: zlaunch ./ps"
 
 
-@click.command(cls=Launch, context_settings=_SETTINGS, epilog=_EPILOG)
+@click.command(cls=LaunchCommand, context_settings=_SETTINGS, epilog=_EPILOG)
 @with_options(LAUNCH)
 @help_all_option
 @click.version_option(__version__, message="zlaunch %(version)s")
@@ -58,157 +66,35 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     """
     if given["as_json"] and not given["dry_run"]:
         raise click.UsageError("--json goes with --dry_run")
-    try:
-        chosen = prepare(command, given)
-    except NodeError as error:
-        _note_refusal(given, error)
-        raise
-    launcher = chosen.launcher
+    chosen = prepare(command, given)
+    launch = chosen.launcher.launch
     plan = chosen.plan
     from zlaunch.plan.checks import check_shown_local_ranks, parse_shown_ranks
 
-    shown_ranks = parse_shown_ranks(given["log_ranks"], chosen.world_size)
+    shown_ranks = parse_shown_ranks(launch.log_ranks, chosen.world_size)
     if plan is not None:
-        check_shown_local_ranks(given.get("local_ranks"), plan)
-    if given["dry_run"]:
-        if plan is None:
-            raise click.UsageError(
-                "--dry_run: how many workers each node has is only known at launch. Give --num_gpus N, or "
-                "slots=N for each host of the hostfile"
-            )
-        from zlaunch.plan import checks
-
-        mesh = checks.find_mesh(
-            (command[0], *given.get("configs", ()), *command[1:]),
-            module=given["module"],
-            folder=given["workdir"],
-            world_size=plan.run_world_size,
-        )
-        _print_plan(launcher, plan, mesh, as_json=given["as_json"])
-        if launcher.spans_nodes:
-            note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
-            print(f"zlaunch: {note}", file=sys.stderr)
-        for warning in chosen.warnings:  # in a run rank 0 says them
-            print(f"zlaunch: warning: {warning}", file=sys.stderr)
+        check_shown_local_ranks(launch.local_ranks, plan)
+    if launch.dry_run:
+        _show(chosen)
         return 0
-    return _launch(chosen, shown_ranks, given)
+    return _start(chosen, shown_ranks)
 
 
-class Chosen(NamedTuple):
-    """Holds what a command line has come to, before anything is started."""
-
-    launcher: Launcher
-    why: str
-    """Why it is this launcher."""
-    plan: Plan | None
-    """The plan as far as it is known."""
-    warnings: Sequence[str]
-    """About the config."""
-    numbered: Callable[[int], Launcher]
-    """Returns the launcher for a number that this node gets when it arrives."""
-
-    @property
-    def world_size(self) -> int | None:
-        """Return the number of ranks, if it is known."""
-        return self.plan.world_size if self.plan is not None else None
+# -- launch -----------------------------------------------------------------------------------------
+#
+# Make the Launch of a command line, and choose its launcher.
 
 
-def prepare(command: tuple[str, ...], given: dict[str, Any]) -> Chosen:
-    """Check a command line and choose its launcher. Fills in `given` what was left to zlaunch.
+def launch_of(command: tuple[str, ...], given: Mapping[str, Any], allocation: Allocation | None) -> Launch:
+    """Return what a command line asks for. Prints notes and warnings about it.
 
     Raises click.UsageError and LaunchError.
     """
-    for name in ("hostfile", "run_dir"):  # what accelerate and DeepSpeed's own wrappers pass for nothing
-        given[name] = None if given[name] == "None" else given[name]
-    if OTHER_FLAGS in given:
-        from zlaunch.cli.flags import take_flags
-
-        given |= {**take_flags(given), "num_processes": given["num_processes"]}
-    for note in given.get("notes", ()) if not given["quiet"] else ():
-        print(f"zlaunch: {note}", file=sys.stderr)
-    given["log_ranks"] = given["log_ranks"] or "0"
-    given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
-    if given["no_ssh"] and given["node_rank"] is None:
-        raise click.UsageError("--no_ssh and --node_rank N require each other")
-    for name in ("master_addr", "run_dir"):
-        if given[name] is not None and not given[name].strip():
-            raise click.UsageError(f"--{name} is empty")
-    given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
-    if given["include"] is not None and given["exclude"] is not None:
-        raise click.UsageError("--include and --exclude cannot be used together")
     from zlaunch.launchers.found import take_pod
-    from zlaunch.plan import checks
-    from zlaunch.slurm.commands import own_allocation
-
-    mode = check_command(
-        command, module=given["module"], no_python=given["no_python"], folder=given["workdir"]
-    )
-    if not given["quiet"] and (
-        misplaced := checks.launch_options_of_the_script(command, module=given["module"])
-    ):
-        print(f"zlaunch: warning: {misplaced}", file=sys.stderr)
-    allocation = own_allocation(os.environ)
-    take_pod(given, allocation)
-    options = _options(command, mode, given)
-    name, why = registry.choose(options, allocation)
-    kind = registry.load(name)
-    for option, reason in kind.refuses.items():
-        if given[option]:  # an option that would do nothing is a mistake
-            raise click.UsageError(f"--{option} has no effect here: {reason}")
-    if given["detach"] and (allocation is not None or given["pod"]):
-        raise click.UsageError(f"--detach: {_ENDS_WITH_JOB}")
-    if given["debug"] is not None:
-        for name, reason in _NOT_DEBUGGED.items():
-            if given[name]:
-                raise click.UsageError(f"--debug and --{name} cannot be used together: {reason}")
-    if given["requeue"] and allocation is None:
-        raise click.UsageError("--requeue works only inside a SLURM job")
-    if given["run_dir"] is None:
-        folder = kind.default_run_dir(options.run_id, allocation)
-        options = replace(options, run_dir=str(folder.absolute()))
-    launcher = kind(options, allocation)
-    plan = launcher.known_plan()
-    count = len(launcher.hosts)
-    spares = options.spares
-    if spares >= count:
-        raise click.UsageError(f"--spares {spares}: at least one of the {count} hosts must not be a spare")
-    if given["min_nodes"] is not None and given["min_nodes"] > count - spares:
-        besides = f" besides {spares} spare ones" if spares else ""
-        raise click.UsageError(f"--min_nodes {given['min_nodes']}: there are {count - spares} hosts{besides}")
-    if given["exclude_unhealthy"] and given["min_nodes"] is None and not spares:
-        raise click.UsageError("--exclude_unhealthy needs --min_nodes N or --spares N")
-    warnings = checks.check_configs(
-        (command[0], *given.get("configs", ()), *command[1:]),
-        module=mode == "module",
-        folder=given["workdir"],
-        world_sizes=launcher.world_sizes,
-    )
-    granted = allocation.nodes[0].gpus if allocation is not None and launcher.name == registry.LOCAL else 0
-    if granted and not discover(os.environ).tokens:
-        from zlaunch.launchers.base import unseen_gpus  # imports what a run needs, and --help does not
-
-        print(f"zlaunch: warning: {unseen_gpus(granted)}", file=sys.stderr)
-    arrival: Arrival | None = given.get("arrival")
-
-    def numbered(number: int) -> Launcher:
-        return kind(replace(options, node_rank=number), allocation)
-
-    if arrival is not None and given["debug"] is not None:
-        numbered(given["debug"] // arrival.workers)  # this node may get that rank, and is refused here if so
-    return Chosen(launcher, why, plan, warnings, numbered)
-
-
-def _say(text: str, *, quiet: bool) -> None:
-    if not quiet:
-        print(f"zlaunch: {text}", file=sys.stderr)
-
-
-def _options(
-    command: tuple[str, ...], mode: Literal["script", "module", "exec"], given: dict[str, Any]
-) -> Options:
     from zlaunch.plan.checks import check_port, parse_cores, shared_imports
-    from zlaunch.plan.plan import Program
 
+    mode, given = _checked(command, given)
+    take_pod(given, allocation)
     grace = given["grace"] if given["grace"] is not None else 25.0 if given["requeue"] else 3.0
     for name, value in (
         ("grace", grace),
@@ -224,36 +110,159 @@ def _options(
     is_python = mode != "exec" and not given["no_preload"] and given["debug"] is None
     shared = shared_imports(command[0], module=mode == "module") if is_python else ()
     local_rank = not (given["no_local_rank"] or given["no_python"])
-    return Options(
+    python_there(given["venv"], given["remote_python"])  # refuses both
+    local_ranks = given.get("local_ranks")
+    arrival: Arrival | None = given.get("arrival")
+    return Launch(
         program=Program(mode, command[0], command[1:], local_rank, shared),
         run_id=run_id,
-        run_dir=str(Path(given["run_dir"] or "").absolute()),
+        run_dir="" if given["run_dir"] is None else str(Path(given["run_dir"]).absolute()),
+        workdir=given["workdir"] or os.getcwd(),
         grace_s=grace,
         heartbeat_s=given["heartbeat"],
-        python=python_there(given["venv"], given["remote_python"]),
-        workdir=given["workdir"] or os.getcwd(),
+        # A rank that stands at a breakpoint writes nothing.
+        hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
         bind_cores=given["bind_cores_to_rank"],
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
-        requeue=given["requeue"],
-        max_restarts=given["max_restarts"],
         spares=given["spares"] or 0,
-        min_nodes=given["min_nodes"],
-        quiet=given["quiet"],
-        verbose=given["verbose"],
         name=given["name"] or "",
         tags=given["tag"],
-        **{
-            name: given[name]
-            for name in (
-                *("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gpus", "master_addr"),
-                *("master_port", "iface", "env", "ssh_port", "ssh_config", "ssh_accept_new"),
-                *("compat", "node_rank", "pod", "profile"),
-            )
-        },
+        log_ranks=given["log_ranks"] or "0",
+        local_ranks=None if local_ranks is None else tuple(local_ranks),
+        log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
         debug_rank=given["debug"],
         virtual_local_rank=given.get("virtual_local_rank", False),
+        configs=tuple(given.get("configs", ())),
+        arrival_run=None if arrival is None else arrival.run,
+        is_meeting_point=arrival is not None and arrival.is_own,
+        **{name: given[name] for name in _AS_GIVEN},
     )
+
+
+def _checked(
+    command: tuple[str, ...], given: Mapping[str, Any]
+) -> tuple[Literal["script", "module", "exec"], dict[str, Any]]:
+    """Check what can be checked of a command line without looking around. Return what the command is, and the
+    options with the flags of other launchers translated.
+    """
+    # what accelerate and DeepSpeed's own wrappers pass for nothing
+    nothing = {name: None for name in ("hostfile", "run_dir") if given[name] == "None"}
+    given = {**given, **nothing}
+    if OTHER_FLAGS in given:
+        from zlaunch.cli.flags import take_flags
+
+        given |= {**take_flags(given), "num_processes": given["num_processes"]}
+    for note in given.get("notes", ()) if not given["quiet"] else ():
+        print(f"zlaunch: {note}", file=sys.stderr)
+    given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
+    if given["no_ssh"] and given["node_rank"] is None:
+        raise click.UsageError("--no_ssh and --node_rank N require each other")
+    for name in ("master_addr", "run_dir"):
+        if given[name] is not None and not given[name].strip():
+            raise click.UsageError(f"--{name} is empty")
+    given["quiet"] = given["quiet"] or given["log_level"] in ("error", "critical")
+    if given["include"] is not None and given["exclude"] is not None:
+        raise click.UsageError("--include and --exclude cannot be used together")
+    from zlaunch.plan.checks import launch_options_of_the_script
+
+    module = given["module"]
+    mode = check_command(command, module=module, no_python=given["no_python"], folder=given["workdir"])
+    if not given["quiet"] and (misplaced := launch_options_of_the_script(command, module=module)):
+        print(f"zlaunch: warning: {misplaced}", file=sys.stderr)
+    return mode, given
+
+
+class Chosen(NamedTuple):
+    """Holds what a command line has come to, before anything is started."""
+
+    launcher: Launcher
+    why: str
+    """Why it is this launcher."""
+    plan: Plan | None
+    """The plan as far as it is known."""
+    warnings: Sequence[str]
+    """About the config."""
+
+    @property
+    def world_size(self) -> int | None:
+        """Return the number of ranks, if it is known."""
+        return self.plan.world_size if self.plan is not None else None
+
+
+def prepare(command: tuple[str, ...], given: Mapping[str, Any]) -> Chosen:
+    """Check a command line and choose its launcher. Raises click.UsageError and LaunchError."""
+    from zlaunch.slurm.commands import own_allocation
+
+    allocation = own_allocation(os.environ)
+    launch = launch_of(command, given, allocation)
+    try:
+        return _choose(launch, allocation)
+    except NodeError as error:
+        _note_refusal(launch, error)
+        raise
+
+
+def _choose(launch: Launch, allocation: Allocation | None) -> Chosen:
+    from zlaunch.plan.checks import check_configs
+
+    name, why = registry.choose(launch, allocation)
+    kind = registry.load(name)
+    for option, reason in kind.refuses.items():
+        if getattr(launch, option):  # an option that would do nothing is a mistake
+            raise click.UsageError(f"--{option} has no effect here: {reason}")
+    if launch.detach and (allocation is not None or launch.pod):
+        raise click.UsageError(f"--detach: {_ENDS_WITH_JOB}")
+    if launch.debug_rank is not None:
+        is_used = {
+            "detach": launch.detach,
+            "no_python": launch.program.mode == "exec",
+            "max_restarts": launch.max_restarts > 0,
+        }
+        for option, reason in _NOT_DEBUGGED.items():
+            if is_used[option]:
+                raise click.UsageError(f"--debug and --{option} cannot be used together: {reason}")
+    if launch.requeue and allocation is None:
+        raise click.UsageError("--requeue works only inside a SLURM job")
+    if not launch.run_dir:
+        folder = kind.default_run_dir(launch.run_id, allocation)
+        launch = replace(launch, run_dir=str(folder.absolute()))
+    launcher = kind(launch, allocation)
+    plan = launcher.known_plan()
+    count = len(launcher.hosts)
+    spares = launch.spares
+    if spares >= count:
+        raise click.UsageError(f"--spares {spares}: at least one of the {count} hosts must not be a spare")
+    if launch.min_nodes is not None and launch.min_nodes > count - spares:
+        besides = f" besides {spares} spare ones" if spares else ""
+        raise click.UsageError(f"--min_nodes {launch.min_nodes}: there are {count - spares} hosts{besides}")
+    if launch.exclude_unhealthy and launch.min_nodes is None and not spares:
+        raise click.UsageError("--exclude_unhealthy needs --min_nodes N or --spares N")
+    warnings = check_configs(
+        launch.checked_command,
+        module=launch.program.mode == "module",
+        folder=launch.other_folder,
+        world_sizes=launcher.world_sizes,
+    )
+    granted = allocation.nodes[0].gpus if allocation is not None and launcher.name == registry.LOCAL else 0
+    if granted and not discover(os.environ).tokens:
+        from zlaunch.launchers.base import unseen_gpus  # imports what a run needs, and --help does not
+
+        print(f"zlaunch: warning: {unseen_gpus(granted)}", file=sys.stderr)
+    if launch.arrival_run is not None and launch.debug_rank is not None and launch.num_gpus:
+        # This node may get that rank, and is refused here if so.
+        _numbered(launcher, launch.debug_rank // launch.num_gpus)
+    return Chosen(launcher, why, plan, warnings)
+
+
+def _numbered(launcher: Launcher, number: int) -> Launcher:
+    """Return the launcher for a number that this node gets when it arrives."""
+    return type(launcher)(replace(launcher.launch, node_rank=number), launcher.allocation)
+
+
+def _say(text: str, *, quiet: bool) -> None:
+    if not quiet:
+        print(f"zlaunch: {text}", file=sys.stderr)
 
 
 def check_command(
@@ -283,19 +292,46 @@ def check_command(
     return "script"
 
 
-def _note_refusal(given: Mapping[str, Any], error: NodeError) -> None:
+def _note_refusal(launch: Launch, error: NodeError) -> None:
     """Write down that a queued run was refused before it began: its host may have lost a GPU since it was
     submitted. Then the queue tries another one.
     """
     from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.end import End
 
-    run_dir = given["run_dir"]
-    run_id = given["run_id"]
-    known = None if run_dir is None or not run_folder.is_queued(run_dir) else run_folder.read(run_dir)
-    if known is not None and known.run_id == run_id and not given["dry_run"]:
-        run_folder.begun(run_dir, run_id, [error.host], 0, given["first_attempt"])
+    run_dir = launch.run_dir
+    known = run_folder.read(run_dir) if run_dir and run_folder.is_queued(run_dir) else None
+    if known is not None and known.run_id == launch.run_id and not launch.dry_run:
+        run_folder.begun(run_dir, launch.run_id, [error.host], 0, launch.first_attempt)
         run_folder.ended(run_dir, End.refused_by([error]))
+
+
+# -- dry run ----------------------------------------------------------------------------------------
+
+
+def _show(chosen: Chosen) -> None:
+    """Print the plan. Raises click.UsageError."""
+    from zlaunch.plan.checks import find_mesh
+
+    launcher = chosen.launcher
+    launch = launcher.launch
+    if chosen.plan is None:
+        raise click.UsageError(
+            "--dry_run: how many workers each node has is only known at launch. Give --num_gpus N, or "
+            "slots=N for each host of the hostfile"
+        )
+    mesh = find_mesh(
+        launch.checked_command,
+        module=launch.program.mode == "module",
+        folder=launch.other_folder,
+        world_size=chosen.plan.run_world_size,
+    )
+    _print_plan(launcher, chosen.plan, mesh, as_json=launch.as_json)
+    if launcher.spans_nodes:
+        note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
+        print(f"zlaunch: {note}", file=sys.stderr)
+    for warning in chosen.warnings:  # in a run rank 0 says them
+        print(f"zlaunch: warning: {warning}", file=sys.stderr)
 
 
 def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_json: bool) -> None:
@@ -308,92 +344,88 @@ def _print_plan(launcher: Launcher, plan: Plan, mesh: MeshShape | None, *, as_js
     from zlaunch.view.plan_table import plan_table
 
     stdout_console().print(
-        plan_table(plan, mesh, spares=launcher.spare_hosts, min_nodes=launcher.options.min_nodes)
+        plan_table(plan, mesh, spares=launcher.spare_hosts, min_nodes=launcher.launch.min_nodes)
     )
 
 
-def _take_number(arrival: Arrival, given: Mapping[str, Any]) -> tuple[int, bool]:
+# -- start ------------------------------------------------------------------------------------------
+
+
+def _take_number(arrival: Arrival, launch: Launch) -> tuple[int, bool]:
     """Wait for the other nodes. Return this one's number, and whether a signal asked to save meanwhile.
 
     Raises LaunchError, and click's Exit after a signal that stops the run.
     """
     from zlaunch.supervisor.job import Stopped, signals_without_workers
 
-    say = partial(_say, quiet=given["quiet"])
+    say = partial(_say, quiet=launch.quiet)
     try:
         with signals_without_workers() as signals:
-            number = arrival.number(given["connect_timeout"], say)
+            number = arrival.number(launch.connect_timeout_s, say)
             return number, signals.save_asked
     except Stopped as stopped:
         say(f"stopped by {signal_name(stopped.signum)}")
         raise click.exceptions.Exit(128 + stopped.signum) from None
 
 
-def _launch(chosen: Chosen, ranks: list[int] | None, given: dict[str, Any]) -> int:
+def _start(chosen: Chosen, ranks: list[int] | None) -> int:
+    """Run a launch to its end, or in the background, and return the exit code."""
+    from zlaunch.launchers.arrival import Arrival
     from zlaunch.supervisor import run_folder
-    from zlaunch.supervisor.job import Limits, run_job
+    from zlaunch.supervisor.job import run_job
     from zlaunch.supervisor.provenance import Provenance
     from zlaunch.supervisor.run_folder import drop_unused, make_run_dir, point_latest
     from zlaunch.system.processes import die_with_parent
     from zlaunch.view.console import Console
 
-    if given["parent"] is not None:
-        die_with_parent(given["parent"], signal.SIGTERM)
     launcher = chosen.launcher
-    run_dir = launcher.options.run_dir
-    is_own_folder = launcher.options.run_id == Path(run_dir).name
+    launch = launcher.launch
+    if launch.parent is not None:
+        die_with_parent(launch.parent, signal.SIGTERM)
+    run_dir = launch.run_dir
+    is_own_folder = launch.run_id == Path(run_dir).name
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
-    arrival: Arrival | None = given.get("arrival")
     save_asked = False
-    if arrival is not None:  # nothing refuses this launch any more: only now the other nodes count on it
+    if (arrival := Arrival.of(launch)) is not None:
+        # nothing refuses this launch any more: only now the other nodes count on it
         try:
-            number, save_asked = _take_number(arrival, given)
-            launcher = chosen.numbered(number)
+            number, save_asked = _take_number(arrival, launch)
+            launcher = _numbered(launcher, number)
         except BaseException:
             if is_own_folder:
                 drop_unused(Path(run_dir))
             raise
     if is_own_folder:
         point_latest(Path(run_dir))
-    if given["detach"] and not _goes_on_alone(launcher, quiet=given["quiet"]):
+    if launch.detach and not _goes_on_alone(launcher):
         return 0
     plan = launcher.known_plan()
-    _begin(launcher, given["first_attempt"])
+    _begin(launcher, launch.first_attempt)
     console = Console(
         ranks,
-        local_ranks=given.get("local_ranks"),
-        role=launcher.options.worker_env.get("ROLE_NAME", "rank"),
-        quiet=given["quiet"],
-        verbose=given["verbose"],
+        local_ranks=launch.local_ranks,
+        role=launch.worker_env.get("ROLE_NAME", "rank"),
+        quiet=launch.quiet,
+        verbose=launch.verbose,
     )
-    console.message(f"{launcher.options.program.name} on {launcher.where}")
+    console.message(f"{launch.program.name} on {launcher.where}")
     console.detail(f"launcher {launcher.name}: {chosen.why}")
     if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
     console.message(f"logs in {os.path.relpath(run_dir)}")
-    if given["debug"] is not None:
+    if launch.debug_rank is not None:
         from zlaunch.supervisor.debugger import LIFTED
 
-        console.message(f"--debug {given['debug']}: {LIFTED}")
-    limits = Limits(
-        max_restarts=given["max_restarts"],
-        min_nodes=launcher.options.min_nodes,
-        spares=launcher.options.spares,
-        checks_health=given["health"] or given["exclude_unhealthy"],
-        excludes_unhealthy=given["exclude_unhealthy"],
-        hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
-        first_attempt=given["first_attempt"],
-        log_bytes=None if given["log_max_mb"] is None else given["log_max_mb"] * 1_000_000,
-    )
+        console.message(f"--debug {launch.debug_rank}: {LIFTED}")
     if plan is not None and all(worker.rank for node in plan.nodes for worker in node.workers):
         provenance = None  # the launcher of rank 0 writes it
     else:
         record = run_folder.read(run_dir)
         command = record.command if record is not None else ()
-        provenance = Provenance(launcher.options, command, given["first_attempt"])
+        provenance = Provenance(launch, command)
         provenance.begin()
-    outcome = run_job(launcher, console, limits, provenance, save_asked=save_asked)
+    outcome = run_job(launcher, console, provenance, save_asked=save_asked)
     for problem in provenance.end() if provenance is not None else ():
         console.error(f"{problem}; the run's record is incomplete")
     return launcher.on_end(outcome, console.message)
@@ -404,23 +436,24 @@ def _begin(launcher: Launcher, attempt: int = 0) -> None:
     from zlaunch.supervisor import run_folder
     from zlaunch.supervisor.run_folder import Labels
 
-    o = launcher.options
+    launch = launcher.launch
     plan = launcher.known_plan()
     world = plan.world_size if plan is not None else 0
-    run_folder.begun(o.run_dir, o.run_id, launcher.hosts, world, attempt, labels=Labels(o.name, o.tags))
+    labels = Labels(launch.name, launch.tags)
+    run_folder.begun(launch.run_dir, launch.run_id, launcher.hosts, world, attempt, labels=labels)
 
 
-def _goes_on_alone(launcher: Launcher, *, quiet: bool) -> bool:
+def _goes_on_alone(launcher: Launcher) -> bool:
     """Say the run's name and go on in a process of its own: True there, False in the one that may end."""
     from zlaunch.supervisor.detach import ended_at_logout, into_background
     from zlaunch.supervisor.run_folder import name_of
 
-    path = Path(launcher.options.run_dir)
+    path = Path(launcher.launch.run_dir)
     name = name_of(path)
     if into_background(path, lambda: _begin(launcher)):
         return True
     print_name(name)
-    if not quiet:
+    if not launcher.launch.quiet:
         print(
             f"zlaunch: it continues in the background: zlaunch attach {name}, logs -f, wait, stop",
             file=sys.stderr,

@@ -38,6 +38,7 @@ from zlaunch.supervisor.found_runs import (
 from zlaunch.supervisor.hang import Stand, note_standing, where
 from zlaunch.supervisor.run_files import OLDER, TIMES, EventFile, log_path
 from zlaunch.supervisor.run_folder import QUEUE_FOLDER, is_locked
+from zlaunch.system.messages import StandsStill, decode_worker_event
 from zlaunch.system.processes import Process, kill, start_ticks
 from zlaunch.view.progress import RunProgress
 
@@ -442,7 +443,9 @@ def _read_standing(run: FoundRun) -> dict[int, Stand]:
         elif event.get("type") == "exit":
             known.pop(event.get("rank", -1), None)
         elif event.get("type") == "standing":
-            note_standing(known, event)
+            said = decode_worker_event({"rank": None, "host": "", **event})
+            if isinstance(said, StandsStill):
+                note_standing(known, said)
     return known
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
-import zlaunch
 from zlaunch.cli.commands import SETTINGS, Command, count_option, print_name, with_options
 from zlaunch.cli.launch_options import LAUNCH
+from zlaunch.queue.submit import QueueName, SubmitRequest, check_for_slurm, choose_queue, enqueue
+from zlaunch.queue.submit import batch_of as plain_batch
 
 if TYPE_CHECKING:
+    from zlaunch.launchers.base import Launcher
     from zlaunch.slurm.script import BatchScript
 
-QueueName = Literal["local", "slurm"]
-_SLOTS = ("num_gpus", "num_nodes", "include", "exclude")
 _NOT_HERE = {
     "detach": False,
     "dry_run": False,
@@ -72,32 +71,19 @@ def submit(
     The options of a launch (`zlaunch --help-all`) are accepted too. The run starts when --num_gpus GPUs are
     free on --num_nodes hosts, in the order of submission. See also zlaunch queue, wait, logs -f, cancel.
     """
-    asked = read_line(context, command, chosen_queue, given)
-    if asked.queue == "slurm":
-        return _submit_to_slurm(asked)
-    job, path = enqueue(asked)
-    return _told(job, path, quiet=asked.given["quiet"])
+    request = read_line(context, command, chosen_queue, given)
+    if request.queue == "slurm":
+        return _submit_to_slurm(request)
+    job, path = enqueue(request, prepare_launcher)
+    return _told(job, path, quiet=request.given["quiet"])
 
 
 submit.params = [parameter for parameter in submit.params if parameter.name not in _NOT_HERE]
 
 
-class Asked(NamedTuple):
-    """Holds what a command line of `submit` asks for."""
-
-    queue: QueueName
-    command: tuple[str, ...]
-    options: tuple[tuple[str, str], ...]
-    """Options of a run that were given: name and word of the command line."""
-    given: dict[str, Any]
-    """All options of a run."""
-    about: dict[str, Any]
-    """The options of the queue."""
-
-
 def read_line(
     context: click.Context, command: tuple[str, ...], queue: QueueName | None, given: Mapping[str, Any]
-) -> Asked:
+) -> SubmitRequest:
     """Take a parsed command line of `submit`. Raises click.UsageError."""
     if "SLURM_JOB_ID" in os.environ:
         raise click.UsageError("this is already inside a SLURM job: run `zlaunch SCRIPT` on its nodes")
@@ -106,15 +92,7 @@ def read_line(
     if chosen == "local" and about["sbatch"]:
         raise click.UsageError("--sbatch needs --queue slurm")
     others = {name: value for name, value in given.items() if name not in _ABOUT}
-    return Asked(chosen, command, _given_options(context), {**others, **_NOT_HERE}, about)
-
-
-def choose_queue(asked: QueueName | None, *, uses_hosts: bool = False) -> QueueName:
-    """Return the queue that was asked for, or SLURM's where this machine can submit to it."""
-    if asked is not None:
-        return asked
-    configured = "SLURM_CONF" in os.environ or os.path.exists("/etc/slurm/slurm.conf")
-    return "slurm" if configured and not uses_hosts and shutil.which("sbatch") else "local"
+    return SubmitRequest(chosen, command, _given_options(context), {**others, **_NOT_HERE}, about)
 
 
 def _given_options(context: click.Context) -> tuple[tuple[str, str], ...]:
@@ -138,87 +116,14 @@ def _given_options(context: click.Context) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-# -- the embedded queue
+# -- zlaunch's own queue
 
 
-def enqueue(asked: Asked) -> tuple[int, Path]:
-    """Add a run to the embedded queue; return the job's number and the run's folder.
-
-    Raises click.UsageError and LaunchError.
-    """
+def prepare_launcher(request: SubmitRequest) -> Launcher:
+    """Return the launcher of a run. Raises click.UsageError and LaunchError."""
     from zlaunch.cli.run import prepare
-    from zlaunch.queue.daemon import check_daemon, queue_folder
-    from zlaunch.queue.process_settings import ProcessSettings
-    from zlaunch.queue.schedule import find_demand
-    from zlaunch.queue.store import QueuedJob, Store, Submission
-    from zlaunch.slurm.script import time_limit_s
-    from zlaunch.supervisor import run_folder
-    from zlaunch.supervisor.detach import CONSOLE_LOG
-    from zlaunch.supervisor.end import End
-    from zlaunch.supervisor.found_runs import find_run, meant
-    from zlaunch.supervisor.run_folder import make_run_dir
-    from zlaunch.system.processes import python_module_argv, uninterrupted
 
-    _, command, options, given, about = asked
-    if given["requeue"]:
-        raise click.UsageError(
-            "--requeue needs --queue slurm; zlaunch's queue has --preemptible and --retries"
-        )
-    known = Store(queue_folder())
-    after = tuple(
-        found.submission.run_dir
-        if run.isdecimal() and isinstance(found := known.find(int(run)), QueuedJob)
-        else str(find_run(meant(run)).path.resolve())
-        for run in about["after"]
-    )
-    limit = None if about["limit"] is None else time_limit_s(about["limit"])
-    launcher = prepare(command, dict(given)).launcher
-    o = launcher.options
-    demand, names = find_demand(launcher)
-    path = Path(o.run_dir).resolve()
-    check_daemon(queue_folder())  # before anything is there that could be started later
-    submission = Submission(
-        run_id=o.run_id,
-        run_dir=str(path),
-        options=tuple(word for name, word in options if name not in (*_SLOTS, "run_dir", "run_id")),
-        command=command,
-        cwd=os.getcwd(),
-        umask=_umask(),
-        demand=demand,
-        names=names,
-        priority=about["priority"],
-        after=after,
-        time_s=limit,
-        retries=about["retries"],
-        preemptible=about["preemptible"],
-        grace_s=o.grace_s,
-        heartbeat_s=launcher.run.heartbeat_s,
-        starter=python_module_argv("zlaunch.cli.queued"),
-        path=str(Path(zlaunch.__file__).parent),
-        settings=ProcessSettings.of_this_process(),
-    )
-    per_node = demand.per_node or max(map(len, demand.pool.values()))
-    line = [*(word for _, word in options), *command]
-    environ = {name: value for name, value in os.environ.items() if name != "ZLAUNCH_RUN_ID"}
-    with uninterrupted():  # what is marked as queued is in the queue
-        lock = make_run_dir(path)
-        assert lock is not None
-        if (path / "launcher.json").exists():
-            raise click.UsageError(
-                f"--run_dir {given['run_dir']}: the folder already contains a run: use another one"
-            )
-        nodes = tuple(demand.pool)[: demand.nodes]
-        workers = demand.nodes * per_node
-        labels = run_folder.Labels(o.name, o.tags)
-        run_folder.queued(str(path), o.run_id, nodes, workers, line, labels)
-        (path / CONSOLE_LOG).touch()
-        os.close(lock)  # the next to hold it is the run's launcher
-        try:
-            job = known.add(submission, environ)
-        except BaseException:
-            run_folder.left_queue(path, End(2, "refused"))
-            raise
-    return job, path
+    return prepare(request.command, request.given).launcher
 
 
 def _told(job: int, path: Path, *, quiet: bool) -> int:
@@ -240,79 +145,33 @@ def _told(job: int, path: Path, *, quiet: bool) -> int:
     return 0
 
 
-def _umask() -> int:
-    known = os.umask(0o077)
-    os.umask(known)
-    return known
-
-
 # -- SLURM
 
 
-def _submit_to_slurm(asked: Asked) -> int:
+def _submit_to_slurm(request: SubmitRequest) -> int:
     from zlaunch.cli.slurm import warn_of_one_core
     from zlaunch.slurm.commands import submit as hand_over
     from zlaunch.slurm.script import render
 
-    batch = batch_of(asked)
+    batch = batch_of(request)
     with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(batch.script).stem or 'job'}.sbatch")
         path.write_bytes(os.fsencode(render(batch)))
         job = hand_over(path)
     print(job)
-    if not asked.given["quiet"]:
+    if not request.given["quiet"]:
         warn_of_one_core(batch)
         print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
     return 0
 
 
-def batch_of(asked: Asked) -> BatchScript:
+def batch_of(request: SubmitRequest) -> BatchScript:
     """Return the sbatch file of a run. Raises click.UsageError and LaunchError."""
     from zlaunch.cli.run import check_command
     from zlaunch.cli.slurm import with_cores
-    from zlaunch.plan.checks import check_configs
-    from zlaunch.plan.world_sizes import possible_world_sizes
-    from zlaunch.slurm.commands import has_gpus
-    from zlaunch.slurm.script import BatchScript
 
-    _, command, options, given, about = asked
-    for name, instead in (
-        ("priority", 'SLURM has its own: --sbatch "--nice=N" or --sbatch "--qos=NAME"'),
-        ("retries", "--max_restarts N tries again within the job"),
-    ):
-        if about[name]:
-            raise click.UsageError(f"--{name} needs --queue local: {instead}")
-    for name in ("include", "exclude", "hostfile"):
-        if given[name]:
-            raise click.UsageError(f"--{name} needs --queue local: SLURM chooses the nodes")
-    for run in about["after"]:
-        if not run.isdecimal():
-            raise click.UsageError(f"--after {run}: --queue slurm needs a SLURM job ID")
-    check_command(command, module=given["module"], no_python=given["no_python"], folder=given["workdir"])
-    count = given["num_gpus"]
-    nodes = given["num_nodes"] or 1
-    # Warnings are rank 0's to say.
-    slots = (count,) * nodes if count else ()
-    spares = min(given["spares"] or 0, nodes - 1)
-    world_sizes = possible_world_sizes(slots, spares, given["min_nodes"]) if slots else ()
-    check_configs(command, module=given["module"], folder=given["workdir"], world_sizes=world_sizes)
-    gpus = count if count is not None and has_gpus() else None
-    words = [
-        word for name, word in options if name not in ("num_nodes", "requeue", "num_gpus" if gpus else "")
-    ]
-    extra = [*about["sbatch"]]
-    if about["after"]:
-        extra.append(f"--dependency=afterok:{':'.join(about['after'])}")
-    batch = BatchScript(
-        script=command[0],
-        script_args=command[1:],
-        zlaunch_args=tuple(words),
-        nodes=nodes,
-        gpus_per_node=gpus,
-        time=about["limit"],
-        job_name=given["name"] or Path(command[0]).stem or None,
-        python=sys.executable,
-        requeue=given["requeue"] or about["preemptible"],
-        sbatch=tuple(extra),
-    )
-    return with_cores(batch)
+    check_for_slurm(request)
+    given = request.given
+    module = given["module"]
+    check_command(request.command, module=module, no_python=given["no_python"], folder=given["workdir"])
+    return with_cores(plain_batch(request))

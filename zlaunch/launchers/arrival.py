@@ -18,6 +18,7 @@ from typing import Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.reception import LINE_BYTES, Caller, Reception
+from zlaunch.plan.options import Launch
 from zlaunch.system.network import open_listener
 
 DEFAULT_PORT = 29400
@@ -42,6 +43,21 @@ class Arrival:
     """Counts the workers of each node."""
     run: str
     """The user's name of the run: --rdzv_id."""
+
+    @staticmethod
+    def of(launch: Launch) -> Arrival | None:
+        """Return where the nodes of a launch meet; None where they know their numbers."""
+        if launch.arrival_run is None:
+            return None
+        assert launch.master_addr is not None and launch.num_nodes is not None and launch.num_gpus is not None
+        return Arrival(
+            launch.master_addr,
+            launch.master_port,
+            launch.is_meeting_point,
+            launch.num_nodes,
+            launch.num_gpus,
+            launch.arrival_run,
+        )
 
     def number(self, limit_s: float, say: Callable[[str], None]) -> int:
         """Wait until all nodes have come and return the number of this one. Raises LaunchError."""

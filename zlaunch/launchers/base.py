@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles import filters
 from zlaunch.hostfiles.grammar import HostEntry
-from zlaunch.plan.options import Options
+from zlaunch.plan.options import Launch
 from zlaunch.plan.plan import NodePlan, NodeSpec, Part, Plan, RunFacts, make_plan
 from zlaunch.supervisor.job import Job
 from zlaunch.supervisor.run_folder import first_batches, resume_folder
@@ -61,25 +61,18 @@ class Launcher(Job):
     """Every task of a SLURM step runs this launcher; they tell each other when one has failed."""
 
     def __init__(
-        self, options: Options, allocation: Allocation | None, environ: Mapping[str, str] = os.environ
+        self, launch: Launch, allocation: Allocation | None, environ: Mapping[str, str] = os.environ
     ) -> None:
         """Take the options; `environ` has the variables that the nodes see. Raises LaunchError."""
-        self.options = options
+        self.launch = launch
         self.allocation = allocation
         self.environ = environ
         self.run = RunFacts(
-            program=options.program,
-            run_id=options.run_id,
-            run_dir=options.run_dir,
-            cwd=options.workdir,
-            grace_s=options.grace_s,
+            launch=launch,
             bootstrap=python_module_argv("zlaunch.node.bootstrap"),
             environ=environ,
-            heartbeat_s=options.heartbeat_s if self.spans_nodes else 0.0,
+            has_leases=self.spans_nodes,
             in_step=self.in_step,
-            max_restarts=options.max_restarts,
-            debug_rank=options.debug_rank,
-            virtual_local_rank=options.virtual_local_rank,
         )
 
     @staticmethod
@@ -95,7 +88,7 @@ class Launcher(Job):
     @property
     def spare_hosts(self) -> tuple[str, ...]:
         """Return the hosts that replace dead ones: the last ones."""
-        return self.hosts[len(self.hosts) - self.options.spares :]
+        return self.hosts[len(self.hosts) - self.launch.spares :]
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -127,7 +120,7 @@ class Launcher(Job):
 
     def is_requeued(self, outcome: Outcome) -> bool:
         """Tell whether the SLURM job is to be put back into the queue."""
-        return self.options.requeue and (outcome.save_asked or outcome.signum == signal.SIGTERM)
+        return self.launch.requeue and (outcome.save_asked or outcome.signum == signal.SIGTERM)
 
     def make_plan(
         self,
@@ -140,25 +133,25 @@ class Launcher(Job):
         run: RunFacts | None = None,
     ) -> Plan:
         """Make the plan of an attempt on these nodes."""
-        o = self.options
-        batches = first_batches(o.run_dir, o.run_id, attempt) if attempt else ()
+        launch = self.launch
+        batches = first_batches(launch.run_dir, launch.run_id, attempt) if attempt else ()
         return make_plan(
             replace(run or self.run, first_batches=batches),
             nodes,
             master_addr=address,
             master_port=port,
             attempt=attempt,
-            resume_dir=resume_folder(o.run_dir, o.run_id, attempt, o.program, os.environ),
+            resume_dir=resume_folder(launch.run_dir, launch.run_id, attempt, launch.program, os.environ),
             part=part,
         )
 
     def lacks_debugger(self, node: NodePlan, *, is_there: bool) -> bool:
         """Tell whether --debug asks for debugpy on a node that does not have it."""
-        return not is_there and any(worker.rank == self.options.debug_rank for worker in node.workers)
+        return not is_there and any(worker.rank == self.launch.debug_rank for worker in node.workers)
 
     def agent_log(self, host: str) -> Path:
         """Return the file for the stderr of a host's agent."""
-        return Path(self.options.run_dir, "logs", f"agent_{host}.log")
+        return Path(self.launch.run_dir, "logs", f"agent_{host}.log")
 
 
 # -- selection --------------------------------------------------------------------------------------
@@ -169,11 +162,11 @@ class Launcher(Job):
 class HostSelection:
     """Holds the hosts that were named, and the slots chosen on them as soon as these are known."""
 
-    def __init__(self, options: Options, entries: Sequence[HostEntry]) -> None:
+    def __init__(self, launch: Launch, entries: Sequence[HostEntry]) -> None:
         """Choose the slots if the entries say how many there are. Raises LaunchError."""
-        self.options = options
-        if options.num_gpus is not None:  # CPU workers: as many as asked for
-            entries = [entry if entry.slots else replace(entry, slots=options.num_gpus) for entry in entries]
+        self.launch = launch
+        if launch.num_gpus is not None:  # CPU workers: as many as asked for
+            entries = [entry if entry.slots else replace(entry, slots=launch.num_gpus) for entry in entries]
         self.entries = {entry.host: entry for entry in entries}
         self.chosen: filters.Pool | None = None
         """Host -> slots; None while some hosts' slots have to be asked for."""
@@ -185,20 +178,20 @@ class HostSelection:
 
     def _left_hosts(self) -> list[str]:
         """Return the hosts that the filters leave, whatever their slots."""
-        o = self.options
+        launch = self.launch
         names = list(self.entries)
-        if o.include is not None:
-            with _naming("--include", o.include):
-                wanted = _known(o.include, names)
+        if launch.include is not None:
+            with _naming("--include", launch.include):
+                wanted = _known(launch.include, names)
             names = [host for host in names if host in wanted]
-        if o.exclude is not None:
-            with _naming("--exclude", o.exclude):
-                unwanted = _known(o.exclude, names)
+        if launch.exclude is not None:
+            with _naming("--exclude", launch.exclude):
+                unwanted = _known(launch.exclude, names)
             names = [host for host in names if unwanted.get(host, frozenset()) is not None]
-        if o.num_nodes is not None:
-            if o.num_nodes > len(names):
-                raise LaunchError(f"--num_nodes {o.num_nodes}: there are {len(names)} hosts")
-            names = names[: o.num_nodes]
+        if launch.num_nodes is not None:
+            if launch.num_nodes > len(names):
+                raise LaunchError(f"--num_nodes {launch.num_nodes}: there are {len(names)} hosts")
+            names = names[: launch.num_nodes]
         return names
 
     def apply_filters(self, found: Mapping[str, int] = {}) -> None:
@@ -209,15 +202,15 @@ class HostSelection:
             if slots is None:
                 return
             pool[host] = tuple(range(slots))
-        o = self.options
-        if o.include is not None:
-            with _naming("--include", o.include):
-                pool = filters.include(pool, filters.parse(o.include))
-        elif o.exclude is not None:
-            with _naming("--exclude", o.exclude):
-                kept = {host: slots for host, slots in filters.parse(o.exclude).items() if host in pool}
+        launch = self.launch
+        if launch.include is not None:
+            with _naming("--include", launch.include):
+                pool = filters.include(pool, filters.parse(launch.include))
+        elif launch.exclude is not None:
+            with _naming("--exclude", launch.exclude):
+                kept = {host: slots for host, slots in filters.parse(launch.exclude).items() if host in pool}
                 pool = filters.exclude(pool, kept)
-        self.chosen = filters.limit(pool, o.num_gpus)
+        self.chosen = filters.limit(pool, launch.num_gpus)
 
 
 @contextmanager

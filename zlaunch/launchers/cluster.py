@@ -13,7 +13,7 @@ from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
 from zlaunch.launchers.base import NEEDS_DEBUGPY, HostSelection, Launcher
 from zlaunch.launchers.found import read_job
-from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, agreed_port, forwarded_env
+from zlaunch.plan.options import DEFAULT_HOSTFILE, Launch, agreed_port, forwarded_env
 from zlaunch.plan.plan import NodeSpec, Plan
 from zlaunch.plan.world_sizes import possible_world_sizes
 from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
@@ -32,20 +32,20 @@ class ClusterLauncher(Launcher):
 
     spans_nodes = True
 
-    def __init__(self, options: Options, allocation: Allocation | None) -> None:
+    def __init__(self, launch: Launch, allocation: Allocation | None) -> None:
         """Choose hosts and slots, as far as they are known. Raises LaunchError."""
-        super().__init__(options, allocation, forwarded_env(os.environ) | options.worker_env)
-        self.selection = HostSelection(options, self.entries())
+        super().__init__(launch, allocation, forwarded_env(os.environ) | launch.worker_env)
+        self.selection = HostSelection(launch, self.entries())
 
     def entries(self) -> list[HostEntry]:
         """Return the hosts of the hostfile that was given, of the batch job that this is, or of the usual
         hostfile. Raises LaunchError.
         """
-        job = read_job(os.environ) if self.options.hostfile is None else None
+        job = read_job(os.environ) if self.launch.hostfile is None else None
         if job is not None:
             return [HostEntry(host) for host in job.hosts]
-        path = self.options.hostfile or DEFAULT_HOSTFILE
-        if self.options.hostfile is None and not os.path.isfile(path):
+        path = self.launch.hostfile or DEFAULT_HOSTFILE
+        if self.launch.hostfile is None and not os.path.isfile(path):
             raise LaunchError(
                 f"--launcher {self.name} needs a --hostfile, or a job of PBS, LSF or Grid Engine"
             )
@@ -63,7 +63,7 @@ class ClusterLauncher(Launcher):
     @property
     def where(self) -> str:
         """Return the hosts, and the number of workers where the slots are known before the hosts answer."""
-        first = len(self.hosts) - self.options.spares
+        first = len(self.hosts) - self.launch.spares
         spare = f" (spare: {', '.join(self.spare_hosts)})" if self.spare_hosts else ""
         slots = self.selection.chosen or {}
         count = sum(len(slots[host]) for host in self.hosts[:first] if host in slots)
@@ -72,7 +72,7 @@ class ClusterLauncher(Launcher):
 
     def connect(self, hosts: Sequence[str], say: Say) -> tuple[list[Node], list[NodeError]]:
         """Start agents, ask for slots that are not known yet, release nodes that the filters leave out."""
-        nodes, errors = connect(hosts, self.open_transport, self.options.connect_timeout_s, say)
+        nodes, errors = connect(hosts, self.open_transport, self.launch.connect_timeout_s, say)
         if not nodes:
             return [], errors
         if self.selection.chosen is None:
@@ -97,8 +97,8 @@ class ClusterLauncher(Launcher):
         specs = [self._spec(node, interface) for node, interface in zip(nodes, interfaces, strict=True)]
         versions = [tuple(map(int, node.facts.python.split(".")[:2])) for node in nodes]
         if rendezvous is None:  # one node, perhaps of a larger run that somebody else puts together
-            address = self.options.master_addr or "127.0.0.1"
-            port = self.options.master_port
+            address = self.launch.master_addr or "127.0.0.1"
+            port = self.launch.master_port
         else:
             address = rendezvous.address
             port = rendezvous.port
@@ -113,13 +113,13 @@ class ClusterLauncher(Launcher):
         if self.selection.chosen is None:
             return None
         env = dict(self.environ)
-        python = self.options.python
+        python = self.launch.python
         specs = [
             NodeSpec(host, workers=len(slots), cores=len(slots), env=env, python=python)
             for host, slots in self.selection.chosen.items()
-        ][: len(self.selection.chosen) - self.options.spares]
+        ][: len(self.selection.chosen) - self.launch.spares]
         alone = "127.0.0.1" if len(specs) == 1 else specs[0].host
-        return self._make(specs, self.options.master_addr or alone, self.options.master_port, 0)
+        return self._make(specs, self.launch.master_addr or alone, self.launch.master_port, 0)
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
@@ -127,8 +127,8 @@ class ClusterLauncher(Launcher):
         slots = tuple(len(each) for each in (self.selection.chosen or {}).values() if each)
         if not slots:
             return ()
-        spares = min(self.options.spares, len(slots) - 1)
-        return possible_world_sizes(slots, spares, self.options.min_nodes)
+        spares = min(self.launch.spares, len(slots) - 1)
+        return possible_world_sizes(slots, spares, self.launch.min_nodes)
 
     def _make(
         self, specs: Sequence[NodeSpec], address: str, port: int, attempt: int, *, safe_path: bool = True
@@ -137,7 +137,7 @@ class ClusterLauncher(Launcher):
         safe = ["-P"] if safe_path else []
         bootstrap = (sys.executable, *safe, "-m", "zlaunch.node.bootstrap")
         run = replace(self.run, bootstrap=bootstrap, world_sizes=self.world_sizes)
-        port = port or agreed_port(f"{self.options.run_id}.{attempt}")
+        port = port or agreed_port(f"{self.launch.run_id}.{attempt}")
         return self.make_plan(specs, address, port, attempt, run=run)
 
     def _spec(self, node: Node, interface: str) -> NodeSpec:
@@ -146,7 +146,7 @@ class ClusterLauncher(Launcher):
 
         facts = node.facts
         slots = self._chosen()[node.host]
-        o = self.options
+        launch = self.launch
         if facts.version != __version__:
             raise NodeError(
                 node.host, f"zlaunch {facts.version} there, {__version__} here: install the same version"
@@ -158,8 +158,8 @@ class ClusterLauncher(Launcher):
         env = dict(self.environ)
         if interface and "GLOO_SOCKET_IFNAME" not in env:
             env["GLOO_SOCKET_IFNAME"] = interface
-        if o.iface and "NCCL_SOCKET_IFNAME" not in env:
-            env["NCCL_SOCKET_IFNAME"] = o.iface
+        if launch.iface and "NCCL_SOCKET_IFNAME" not in env:
+            env["NCCL_SOCKET_IFNAME"] = launch.iface
         return NodeSpec(
             node.host,
             workers=len(slots),
@@ -167,8 +167,8 @@ class ClusterLauncher(Launcher):
             devices=tuple(facts.devices[slot] for slot in slots) if facts.devices else (),
             slots=tuple(slots) if facts.devices else (),
             env=env,
-            bound=o.bound_cores(facts.cores, len(slots), node.host),
-            python=o.python,
+            bound=launch.bound_cores(facts.cores, len(slots), node.host),
+            python=launch.python,
             is_local=node.link.transport.local,
         )
 
@@ -191,4 +191,4 @@ class OpenMpiLauncher(ClusterLauncher):
         """Start the agent of a host. Raises NodeError."""
         from zlaunch.transports.local import mpirun_prefix, open_command
 
-        return open_command(host, mpirun_prefix(host), self.options.python, self.agent_log(host))
+        return open_command(host, mpirun_prefix(host), self.launch.python, self.agent_log(host))

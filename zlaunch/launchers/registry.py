@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.found import read_job
-from zlaunch.plan.options import DEFAULT_HOSTFILE, Options, own_names
+from zlaunch.plan.options import DEFAULT_HOSTFILE, Launch, own_names
 
 if TYPE_CHECKING:
     from zlaunch.launchers.base import Launcher
@@ -40,27 +40,27 @@ def load(name: str) -> type[Launcher]:
     return kind
 
 
-def choose(options: Options, allocation: Allocation | None) -> tuple[str, str]:
+def choose(launch: Launch, allocation: Allocation | None) -> tuple[str, str]:
     """Return the name of the launcher for these options, and why it is this one. Raises LaunchError."""
-    if options.node_rank is not None:
-        why = f"the environment says that this is node {options.node_rank} of {options.num_nodes}"
-        return _MANUAL, why if options.pod else "--no_ssh"
+    if launch.node_rank is not None:
+        why = f"the environment says that this is node {launch.node_rank} of {launch.num_nodes}"
+        return _MANUAL, why if launch.pod else "--no_ssh"
     inside = allocation is not None and allocation.inside_step
-    by_slurm = options.launcher == SLURM or (options.launcher is None and options.hostfile is None)
+    by_slurm = launch.launcher == SLURM or (launch.launcher is None and launch.hostfile is None)
     if allocation is not None and allocation.het_size > 1 and by_slurm:
         raise LaunchError(
             f"job {allocation.job_id} is heterogeneous ({allocation.het_size} components), which is not "
             "supported: give a --hostfile with the hosts of all, or --launcher local"
         )
-    if options.launcher == SLURM and allocation is None:
+    if launch.launcher == SLURM and allocation is None:
         raise LaunchError(
             "--launcher slurm: this is not inside a SLURM job (no SLURM_JOB_ID); use sbatch or salloc"
         )
-    if options.launcher is not None:
-        name = _SRUN_TASK if options.launcher == SLURM and inside else options.launcher
-        return name, f"--launcher {options.launcher}"
-    if options.hostfile is not None:
-        return SSH, f"--hostfile {options.hostfile}"
+    if launch.launcher is not None:
+        name = _SRUN_TASK if launch.launcher == SLURM and inside else launch.launcher
+        return name, f"--launcher {launch.launcher}"
+    if launch.hostfile is not None:
+        return SSH, f"--hostfile {launch.hostfile}"
     if allocation is not None:
         alone = len(allocation.nodes) == 1
         if inside and alone and allocation.ntasks == 1:

@@ -37,7 +37,7 @@ class SlurmLauncher(ClusterLauncher):
     def entries(self) -> list[HostEntry]:
         """Return the nodes of the job."""
         assert self.allocation is not None
-        return [HostEntry(n.host, slots=n.gpus or self.options.num_gpus) for n in self.allocation.nodes]
+        return [HostEntry(n.host, slots=n.gpus or self.launch.num_gpus) for n in self.allocation.nodes]
 
     def find_surprises(self, nodes: Sequence[Node]) -> Sequence[str]:
         """Say where SLURM gave GPUs that no worker will see."""
@@ -57,7 +57,7 @@ class SlurmLauncher(ClusterLauncher):
         assert self.allocation is not None
         (cpus,) = (node.cpus for node in self.allocation.nodes if node.host == host)
         prefix = srun_prefix(host, cpus)
-        return open_command(host, prefix, self.options.python, self.agent_log(host))
+        return open_command(host, prefix, self.launch.python, self.agent_log(host))
 
 
 # -- srun task --------------------------------------------------------------------------------------
@@ -90,16 +90,16 @@ class SrunTaskLauncher(ThisNodeLauncher):
         from zlaunch.slurm.environment import in_step_place
         from zlaunch.system.machine import cores_by_numa, discover
 
-        o = self.options
+        launch = self.launch
         allocation = self.allocation
         assert allocation is not None
         place = in_step_place(allocation)
         host = allocation.nodes[place.rank_of_node].host
         # The launchers of a step tell each other of a failure by a signal that reaches all its processes.
-        env = {**o.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
+        env = {**launch.worker_env, "ZLAUNCH_IGNORE_HUP": "1"}
         tokens = discover(os.environ).tokens
         if place.one_per_node:
-            counts = [o.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
+            counts = [launch.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
             here = counts[place.rank_of_node]
             if tokens and here > len(tokens):
                 raise LaunchError(
@@ -125,8 +125,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
         seed = f"{allocation.job_id}.{allocation.step_id}.{allocation.restart_count}.{attempt}"
         return self.make_plan(
             [node],
-            o.master_addr or allocation.nodes[0].host,
-            o.master_port or agreed_port(seed),
+            launch.master_addr or allocation.nodes[0].host,
+            launch.master_port or agreed_port(seed),
             attempt,
             part=Part(first, world, place.rank_of_node, place.nodes),
         )

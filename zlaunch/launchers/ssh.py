@@ -34,17 +34,17 @@ class SshLauncher(ClusterLauncher):
         from zlaunch.transports.ssh import resolve
 
         entry = self.selection.entries[host]
-        o = self.options
+        launch = self.launch
         if host in own_names() and entry.user is None and entry.port is None:
             return open_local(host, self.agent_log(host))
-        port = entry.port if entry.port is not None else o.ssh_port
-        settings = resolve(host, user=entry.user, port=port, config=o.ssh_config)
+        port = entry.port if entry.port is not None else launch.ssh_port
+        settings = resolve(host, user=entry.user, port=port, config=launch.ssh_config)
         from zlaunch.transports.ssh import AuthenticationRefused, open_ssh
 
         if not self._takes_paramiko or settings.needs_openssh:
             return self._open_by_program(host, port, settings.timeout_s)
         try:
-            return open_ssh(settings, o.python, accept_new=o.ssh_accept_new)
+            return open_ssh(settings, launch.python, accept_new=launch.ssh_accept_new)
         except AuthenticationRefused:
             if not settings.gssapi:
                 raise
@@ -53,15 +53,15 @@ class SshLauncher(ClusterLauncher):
     def _open_by_program(self, host: str, port: int | None, timeout_s: float) -> Transport:
         from zlaunch.transports.ssh import open_openssh, remote_command
 
-        o = self.options
+        launch = self.launch
         return open_openssh(
             host,
-            remote_command(o.python),
+            remote_command(launch.python),
             self.agent_log(host),
             user=self.selection.entries[host].user,
             port=port,
-            config=o.ssh_config,
-            accept_new=o.ssh_accept_new,
+            config=launch.ssh_config,
+            accept_new=launch.ssh_accept_new,
             timeout_s=timeout_s,
         )
 

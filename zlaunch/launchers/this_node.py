@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles import filters, grammar
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_DEBUGPY, NEEDS_NODES, HostSelection, Launcher
-from zlaunch.plan.options import Options, own_names
+from zlaunch.plan.options import Launch, own_names
 from zlaunch.plan.plan import NodeSpec, Part, Plan, shown_host
 from zlaunch.supervisor.nodes import SLOW_S, Link, Node
 from zlaunch.system.machine import Devices, discover, has_debugpy
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class ThisNodeLauncher(Launcher):
     """Runs the workers of this machine alone; its plan is known before its agent has answered."""
 
-    def __init__(self, options: Options, allocation: Allocation | None) -> None:
+    def __init__(self, launch: Launch, allocation: Allocation | None) -> None:
         """Make the plan of the first attempt. Raises LaunchError."""
-        super().__init__(options, allocation)
+        super().__init__(launch, allocation)
         self.first_plan = self.own_plan(0)
         if self.lacks_debugger(self.first_plan.nodes[0], is_there=has_debugpy()):
             raise LaunchError(NEEDS_DEBUGPY)
@@ -63,10 +63,10 @@ class ThisNodeLauncher(Launcher):
         """Start the agent, once the rendezvous address is known to the network."""
         from zlaunch.system.machine import own_facts
 
-        o = self.options
+        launch = self.launch
         try:
-            if o.master_addr is not None:
-                _await_address(o.master_addr, o.connect_timeout_s, say)
+            if launch.master_addr is not None:
+                _await_address(launch.master_addr, launch.connect_timeout_s, say)
             link = Link(open_local("localhost", self.agent_log("localhost")))
         except NodeError as error:
             return [], [error]
@@ -100,7 +100,7 @@ class ThisNodeLauncher(Launcher):
             devices=tuple(tokens[slot] for slot in slots) if tokens else (),
             slots=tuple(slots) if tokens else (),
             env=env,
-            bound=self.options.bound_cores(cores, len(slots), host),
+            bound=self.launch.bound_cores(cores, len(slots), host),
         )
 
 
@@ -138,26 +138,29 @@ class LocalLauncher(ThisNodeLauncher):
         """Make the plan of an attempt, with a port that is free now. Raises LaunchError."""
         from zlaunch.plan.checks import pick_port
 
-        o = self.options
+        launch = self.launch
         node = self._node
-        if not os.path.isdir(o.workdir):
-            raise LaunchError(f"--workdir {o.workdir}: there is no such folder")
-        return self.make_plan([node], o.master_addr or "127.0.0.1", pick_port(o.master_port), attempt)
+        if not os.path.isdir(launch.workdir):
+            raise LaunchError(f"--workdir {launch.workdir}: there is no such folder")
+        port = pick_port(launch.master_port)
+        return self.make_plan([node], launch.master_addr or "127.0.0.1", port, attempt)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Return the slots that were chosen. Raises LaunchError."""
-        o = self.options
-        if o.num_nodes not in (None, 1):
+        launch = self.launch
+        if launch.num_nodes not in (None, 1):
             has_slurm = self.allocation is None and shutil.which("salloc") is not None
             advice = ", or use `zlaunch slurm submit` or salloc" if has_slurm else ""
             said = f"this is the only machine; give a --hostfile{advice}"
-            raise LaunchError(f"--num_nodes {o.num_nodes}: {said}")
-        if o.num_gpus is not None and (o.include is not None or o.exclude is not None):
+            raise LaunchError(f"--num_nodes {launch.num_nodes}: {said}")
+        if launch.num_gpus is not None and (launch.include is not None or launch.exclude is not None):
             raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
         devices = self._devices
         count = len(self._devices.tokens)
-        option, text = ("--include", o.include) if o.include is not None else ("--exclude", o.exclude)
+        option, text = "--include", launch.include
+        if text is None:
+            option, text = "--exclude", launch.exclude
         if text is not None:
             hidden = f"; CUDA_VISIBLE_DEVICES={devices.visible}" if devices.visible is not None else ""
             try:
@@ -168,11 +171,11 @@ class LocalLauncher(ThisNodeLauncher):
                 return _chosen_slots(selection, count, keep=option == "--include")
             except filters.FilterError as error:
                 raise LaunchError(f"{option} {text!r}: {error}{hidden}") from None
-        if o.num_gpus is not None and count and o.num_gpus > count:
-            raise LaunchError(f"--num_gpus {o.num_gpus}: this machine has {devices.describe()}")
+        if launch.num_gpus is not None and count and launch.num_gpus > count:
+            raise LaunchError(f"--num_gpus {launch.num_gpus}: this machine has {devices.describe()}")
         # as on several nodes of a SLURM job: a job is planned the same whatever is visible
         granted = 0 if self.allocation is None else self.allocation.nodes[0].gpus or 0
-        return tuple(range(o.num_gpus or count or granted or 1))
+        return tuple(range(launch.num_gpus or count or granted or 1))
 
     @cached_property
     def _devices(self) -> Devices:
@@ -180,7 +183,7 @@ class LocalLauncher(ThisNodeLauncher):
 
     @cached_property
     def _node(self) -> NodeSpec:
-        return self.spec("localhost", self.slots, self._devices.tokens, self.options.worker_env)
+        return self.spec("localhost", self.slots, self._devices.tokens, self.launch.worker_env)
 
 
 def _missing_slots(selection: filters.Selection, gpus: int) -> tuple[int, ...]:
@@ -227,37 +230,37 @@ class ManualLauncher(ThisNodeLauncher):
 
     def own_plan(self, attempt: int) -> Plan:
         """Make this node's part of the plan. Raises LaunchError."""
-        o = self.options
+        launch = self.launch
         slots = self._slots()
-        rank = o.node_rank or 0
+        rank = launch.node_rank or 0
         if not 0 <= rank < len(slots):
             raise LaunchError(f"--node_rank {rank}: there are {len(slots)} nodes, 0 to {len(slots) - 1}")
         host, own = slots[rank]
         tokens = discover(os.environ).tokens
         if tokens and own[-1] >= len(tokens):
             raise LaunchError(f"slot {own[-1]} does not exist: this node has {len(tokens)} GPU(s)")
-        env = o.worker_env
-        if o.iface:
-            env |= {"GLOO_SOCKET_IFNAME": o.iface, "NCCL_SOCKET_IFNAME": o.iface}
+        env = launch.worker_env
+        if launch.iface:
+            env |= {"GLOO_SOCKET_IFNAME": launch.iface, "NCCL_SOCKET_IFNAME": launch.iface}
         counts = [len(chosen) for _, chosen in slots]
         return self.make_plan(
             [self.spec(host, own, tokens, env)],
-            o.master_addr or slots[0][0],
-            o.master_port or _PORT,
+            launch.master_addr or slots[0][0],
+            launch.master_port or _PORT,
             attempt,
             part=Part(sum(counts[:rank]), sum(counts), rank, len(counts)),
         )
 
     def _slots(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return every node's slots, in order."""
-        o = self.options
-        if o.hostfile is None:
-            if o.num_nodes is None or o.master_addr is None:
+        launch = self.launch
+        if launch.hostfile is None:
+            if launch.num_nodes is None or launch.master_addr is None:
                 raise LaunchError("--no_ssh needs a --hostfile with slots, or --num_nodes and --master_addr")
             # Every node has as many as this one: with other numbers the ranks would not fit together.
-            count = o.num_gpus or len(discover(os.environ).tokens) or 1
-            return [(f"node{index}", tuple(range(count))) for index in range(o.num_nodes)]
-        chosen = HostSelection(o, grammar.read(o.hostfile)).chosen
+            count = launch.num_gpus or len(discover(os.environ).tokens) or 1
+            return [(f"node{index}", tuple(range(count))) for index in range(launch.num_nodes)]
+        chosen = HostSelection(launch, grammar.read(launch.hostfile)).chosen
         if chosen is None:
-            raise LaunchError(f"--no_ssh: {o.hostfile} needs slots=N for every host")
+            raise LaunchError(f"--no_ssh: {launch.hostfile} needs slots=N for every host")
         return list(chosen.items())

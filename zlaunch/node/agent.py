@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
@@ -32,7 +32,7 @@ from zlaunch.node.lease import Lease
 from zlaunch.node.pacing import Pacing
 from zlaunch.node.package_list import PackageList
 from zlaunch.node.preload import Preloader, pids_of, start_standby
-from zlaunch.node.rendezvous import Handshake, QuestionError
+from zlaunch.node.rendezvous import Handshake
 from zlaunch.node.watchdog import fork_under_watchdog
 from zlaunch.node.worker import (
     CHUNK_BYTES,
@@ -49,6 +49,32 @@ from zlaunch.node.worker import (
 from zlaunch.plan.plan import Plan, WorkerPlan
 from zlaunch.system import boot_clock
 from zlaunch.system.events import WORKER_EVENTS, Event, LineBuffer, encode, encode_output, in_envelope
+from zlaunch.system.messages import (
+    AgentEvent,
+    AgentStarted,
+    Command,
+    Done,
+    Exited,
+    Failed,
+    Hello,
+    Kill,
+    ListPackages,
+    MissingField,
+    Notice,
+    Packages,
+    Pause,
+    Ping,
+    Pong,
+    Preload,
+    Signal,
+    Spawned,
+    Start,
+    Stop,
+    Stopping,
+    Sweep,
+    decode_command,
+    encode_event,
+)
 from zlaunch.system.pipes import widen
 from zlaunch.system.processes import (
     PASSED_SIGNALS,
@@ -243,21 +269,23 @@ class Uplink:
         """
         self.lease = Lease()
         self._heard_at = boot_clock.now_s()
-        self._commands = LineBuffer()
+        self._lines = LineBuffer()
         os.set_blocking(stdin, False)
 
-    def read(self) -> list[Event] | None:
-        """Take the commands that have come; None when the launcher has hung up."""
+    def read(self) -> list[Command] | None:
+        """Take the commands that have come; None when the launcher has hung up. Raises MissingField."""
         chunk = read_chunk(self.stdin)
         if chunk == b"":
             return None
         if chunk:
             self._heard_at = boot_clock.now_s()
-        commands = list(self._commands.feed(chunk or b""))
+        decoded = [decode_command(message) for message in self._lines.feed(chunk or b"")]
+        commands = [command for command in decoded if command is not None]
         for command in commands:
-            self.idle_s = float(command.get("idle_s", self.idle_s))
-            if command.get("cmd") in ("ping", "pause") and command.get("lease") is not None:
-                self.lease.extend(float(command["lease"]))
+            if isinstance(command, (Hello, Sweep, Ping)) and command.idle_s is not None:
+                self.idle_s = float(command.idle_s)
+            if isinstance(command, (Ping, Pause)) and command.lease is not None:
+                self.lease.extend(float(command.lease))
         return commands
 
     def take_plan(self, heartbeat_s: float, lease_end: float | None) -> bool:
@@ -351,8 +379,18 @@ class Agent:
         self.watchdog = watchdog
         self.uplink = Uplink(stdin, stdout)
         self.outbox = self.uplink.outbox
-        self.send = self.outbox.put
         self.descriptors = Descriptors()
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
+            Start: self._on_plan,
+            Ping: self._on_ping,
+            Pause: self._on_pause,
+            Stop: self._on_stop,
+            Kill: self._on_kill,
+            Signal: self._on_signal_command,
+            ListPackages: self._list_packages,
+            Preload: self._on_preload,
+        }
+        """Says what to do at each command; the handshake handles the others."""
         self.user_input = take_user_input()
         self.poll_s = 1.0
         self.asked_by_signal = ""
@@ -427,12 +465,12 @@ class Agent:
         self.asked_by_signal = signal_name(signum)
 
     def _on_stdin(self) -> None:
-        messages = self.uplink.read()
-        if messages is None:
+        commands = self.uplink.read()
+        if commands is None:
             self.descriptors.unwatch(self.uplink.stdin)
             self._on_orphaned()
-        for message in messages or ():
-            self._on_message(message)
+        for command in commands or ():
+            self._on_command(command)
 
     def _on_orphaned(self) -> None:
         """Stop, and tell the other launchers of a SLURM step: they would wait for this one's ranks."""
@@ -456,32 +494,47 @@ class Agent:
     def _is_alone(self) -> bool:
         return os.getppid() != self.watchdog
 
-    def _on_message(self, message: Event) -> None:
-        command = message.get("cmd")
-        if command is None:
-            if self.plan is None:
-                lease_end = message.pop("lease", None)
-                self._start(Plan.from_dict(message), lease_end)
-        elif command == "ping":
-            self._report("pong", beat=boot_clock.now_s(), pauses=message.get("pauses", 0))
-        elif command == "stop":
-            self.stop("the launcher asked for it", message.get("grace_s"))
-        elif command == "kill":
-            self._leave("the launcher asked for it", 0.0)
-            self.ending.kill(time.monotonic())
-        elif command == "signal":
-            for pid in self._living():
-                # The worker alone, not what it has started: "save and stop", "show your stacks".
-                with suppress(OSError):
-                    os.kill(pid, int(message["signum"]))
-        elif command == "packages":
-            self._list_packages()
-        elif command == "preload":
-            worker = WorkerPlan(**message["worker"])
-            if preloader := start_standby(worker, message["modules"], message["cwd"]):
-                self.descriptors.watch(preloader.connection.fileno(), partial(self._on_ready, preloader))
+    # -- commands ------------------------------------------------------------------------------
+
+    def _on_command(self, command: Command) -> None:
+        handler = self.handlers.get(type(command))
+        if handler is not None:
+            handler(command)
         elif self.plan is None:
-            self.handshake.handle(message)
+            self.handshake.handle(command)
+
+    def _on_plan(self, command: Start) -> None:
+        """Start the workers; a second plan changes nothing."""
+        if self.plan is None:
+            self._start(Plan.from_dict(command.plan), command.lease)
+
+    def _on_ping(self, command: Ping) -> None:
+        """Show life."""
+        self.send(Pong(self._host(), boot_clock.now_s(), command.pauses, time.time()))
+
+    def _on_pause(self, command: Pause) -> None:
+        """Do nothing: the uplink has extended the lease."""
+
+    def _on_stop(self, command: Stop) -> None:
+        """Stop the workers, and stay."""
+        self.stop("the launcher asked for it", command.grace_s)
+
+    def _on_kill(self, command: Kill) -> None:
+        """Kill the workers in the next round, and leave."""
+        self._leave("the launcher asked for it", 0.0)
+        self.ending.kill(time.monotonic())
+
+    def _on_signal_command(self, command: Signal) -> None:
+        """Send the workers a signal, not what they have started: "save and stop", "show your stacks"."""
+        for pid in self._living():
+            with suppress(OSError):
+                os.kill(pid, int(command.signum))
+
+    def _on_preload(self, command: Preload) -> None:
+        """Import what the workers of a plan would, for a plan that may come."""
+        worker = WorkerPlan(**command.worker)
+        if preloader := start_standby(worker, command.modules, command.cwd):
+            self.descriptors.watch(preloader.connection.fileno(), partial(self._on_ready, preloader))
 
     def _on_output(self, worker: Worker, fd: int) -> bool:
         """Forward one chunk; False when there is nothing (yet or any more)."""
@@ -508,7 +561,7 @@ class Agent:
 
     def _pass_up(self, worker: Worker, event: Event) -> None:
         try:
-            self.send(in_envelope(worker.plan.rank, event))
+            self.outbox.put(in_envelope(worker.plan.rank, event))
         except ValueError as error:
             self._leave_out(worker, str(error))
 
@@ -517,7 +570,7 @@ class Agent:
         if not worker.has_left_out:
             worker.has_left_out = True
             text = f"rank {worker.plan.rank} on {self._host()} has reported something that zlaunch leaves out"
-            self._report("notice", message=f"{text}: {why}")
+            self._notify(f"{text}: {why}")
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -527,13 +580,17 @@ class Agent:
     def _host(self) -> str:
         return self.plan.nodes[0].host if self.plan else socket.gethostname()
 
-    def _report(self, kind: str, **about: Any) -> None:
-        """Send an event with this node's name and the time."""
-        self.send({"type": kind, "host": self._host(), **about, "time": time.time()})
+    def send(self, event: AgentEvent) -> None:
+        """Send an event."""
+        self.outbox.put(encode_event(event))
 
-    def _answer(self, event: Event) -> None:
+    def _notify(self, text: str) -> None:
+        """Have the launcher show a message."""
+        self.send(Notice(text, self._host(), time.time()))
+
+    def _answer(self, event: AgentEvent) -> None:
         """Answer the launcher before there is a plan."""
-        self.send({**event, "beat": boot_clock.now_s()})
+        self.outbox.put({**encode_event(event), "beat": boot_clock.now_s()})
 
     def _start(self, plan: Plan, lease_end: float | None) -> None:
         self.plan = plan
@@ -542,7 +599,7 @@ class Agent:
         if listener is not None:
             self.descriptors.unwatch(listener)
         own = os.getpid()
-        self._report("agent", pid=own, start_ticks=start_ticks(own) or 0, pid_namespace=pid_namespace())
+        self.send(AgentStarted(self._host(), own, start_ticks(own) or 0, pid_namespace(), time.time()))
         if not is_in_time:
             self._leave("the plan came too late: the launcher may have given this node up", 0.0)
             return
@@ -573,7 +630,7 @@ class Agent:
         if workers is None:
             what = " and ".join(name.partition(".")[0] for name in self.plan.preload) if self.plan else ""
             text = f"{self._host()}: the process that imports {what} for all workers has failed: "
-            self._report("notice", message=text + "each starts by itself")
+            self._notify(text + "each starts by itself")
             self._spawn_each()
         self.standby = batch.preloader.standby
         for worker in workers or ():
@@ -595,7 +652,7 @@ class Agent:
                 self._watch_worker(spawn(worker, self.plan.cwd, self.user_input))
             except OSError as error:
                 text = why_not_started(error, worker, self.plan)
-                self._report("error", message=text, refused=blames_host(error))
+                self.send(Failed(self._host(), text, blames_host(error), time.time()))
                 self.stop("a worker could not be started")
                 return
 
@@ -608,9 +665,9 @@ class Agent:
         self.descriptors.watch(worker.event_fd, partial(self._on_worker_event, worker))
         self._wake_at_end_of(worker.pid)
         ticks = start_ticks(worker.pid) or 0
-        self._report("spawn", rank=plan.rank, local_rank=plan.local_rank, pid=worker.pid, start_ticks=ticks)
+        self.send(Spawned(self._host(), plan.rank, plan.local_rank, worker.pid, ticks, time.time()))
 
-    def _list_packages(self) -> None:
+    def _list_packages(self, _command: ListPackages) -> None:
         """Start listing the packages of this interpreter while the workers run."""
         is_listing = self.packages is not None and self.packages.fd is not None
         if self.plan is None or is_listing or self._all_exited():
@@ -618,7 +675,7 @@ class Agent:
         try:
             listing = PackageList(self.plan.nodes[0].workers[0].env, self.plan.cwd)
         except OSError as error:
-            self._report("packages", why=f"cannot list them: {error}")
+            self.send(Packages(self._host(), time.time(), why=f"cannot list them: {error}"))
             return
         self.packages = listing
         if listing.fd is not None:
@@ -627,7 +684,7 @@ class Agent:
     def _on_packages(self) -> None:
         assert self.packages is not None
         if (about := self.packages.read()) is not None:
-            self._report("packages", **about)
+            self.send(Packages.of(self._host(), time.time(), about))
             self._stop_listing()
 
     def _stop_listing(self) -> None:
@@ -683,8 +740,8 @@ class Agent:
         reason = ""
         if code < 0 and not self.ending.stopping:
             reason = likely_reason(-code, oom_killed=oom_rose(self.oom_before, oom_counters()))
-        about = {"rank": worker.plan.rank, "pid": worker.pid, "returncode": code, "reason": reason}
-        self._report("exit", **about, after_stop=self.ending.stopping)
+        about = (worker.plan.rank, worker.pid, code, reason, self.ending.stopping)
+        self.send(Exited(self._host(), *about, time.time()))
         if self._all_exited():
             self._stop_listing()
 
@@ -709,7 +766,7 @@ class Agent:
         signal_groups(self._living(), signal.SIGTERM)
         # SIGCONT: a worker that was stopped (SIGSTOP) could not act on the SIGTERM.
         signal_groups(self._living(), signal.SIGCONT)
-        self._report("stopping", why=why, grace_s=grace_s)
+        self.send(Stopping(self._host(), why, grace_s, time.time()))
 
     def _living(self) -> list[int]:
         """List the workers whose status has not been taken: no other process can have their ids."""
@@ -762,7 +819,7 @@ class Agent:
             for fd in (*worker.streams, worker.event_fd):
                 self.descriptors.close(fd)
         # Last, when nothing of the attempt is left: the launcher starts the next one after this.
-        self._report("done", swept=swept, stays=not self.leaving)
+        self.send(Done(self._host(), swept, not self.leaving, time.time()))
         self.workers.clear()
         self.ended = self.leaving
         if not self.ended:
@@ -775,8 +832,9 @@ def main() -> NoReturn:
     adopt_orphans()
     try:
         code = Agent(watchdog).run()
-    except QuestionError as error:
-        print(error, file=sys.stderr, flush=True)
+    except MissingField as error:
+        text = f"the launcher's zlaunch sends {error}: install the same zlaunch here and there"
+        print(text, file=sys.stderr, flush=True)
         code = 1
     except BaseException:
         traceback.print_exc()

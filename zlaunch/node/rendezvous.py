@@ -1,88 +1,95 @@
 """Answer the launcher before there is a plan: who a node is, and at which address of node 0 all can meet.
 
-Commands: hello (answer: hello), checkup (checkup), listen (listening), reach (reached), sweep (swept). The
-answers are events. Nothing runs on the node yet, so these may take a moment.
+Nothing runs on the node yet, so the answers may take a moment.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-from zlaunch.system.events import Event
+from zlaunch.system.messages import (
+    AgentEvent,
+    CheckUp,
+    CheckUpAnswer,
+    Command,
+    Hello,
+    HelloAnswer,
+    Listen,
+    Listening,
+    Reach,
+    Reached,
+    Sweep,
+    Swept,
+)
 from zlaunch.system.network import interface_of, open_listener, own_address_towards
 from zlaunch.system.processes import Process, pid_namespace, run_processes, sweep
-
-
-class QuestionError(Exception):
-    """Names what a launcher with another zlaunch leaves out of a command."""
-
-
-class _Question(dict[str, Any]):
-    """Holds a command of the launcher."""
-
-    def __missing__(self, name: str) -> NoReturn:
-        text = f"{self.get('cmd')} without {name!r}"
-        raise QuestionError(f"the launcher's zlaunch sends {text}: install the same zlaunch here and there")
 
 
 class Handshake:
     """Answers the launcher until the plan comes, and holds node 0's rendezvous port open until then."""
 
-    def __init__(self, send: Callable[[Event], None], watch: Callable[[int, Callable[[], object]], None]):
+    def __init__(
+        self, send: Callable[[AgentEvent], None], watch: Callable[[int, Callable[[], object]], None]
+    ):
         self._send = send
         self._watch = watch
         self._listener: socket.socket | None = None
         self._token = b""
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            Hello: self._hello,
+            CheckUp: self._check_up,
+            Sweep: self._sweep,
+            Listen: self._listen,
+            Reach: self._reach,
+        }
 
-    def handle(self, message: Event) -> None:
-        """Answer one command. Raises QuestionError."""
-        message = _Question(message)
-        command = message.get("cmd")
-        if command == "hello":
-            from zlaunch.system.machine import own_facts
+    def handle(self, command: Command) -> None:
+        """Answer one command."""
+        self._handlers[type(command)](command)
 
-            self._send(own_facts().as_event())
-        elif command == "checkup":
-            from zlaunch.system.checkup import own_checkup
+    def _hello(self, _command: Hello) -> None:
+        """Say who this node is."""
+        from zlaunch.system.machine import own_facts
 
-            workdir = str(message["workdir"])
-            gpus = [str(token) for token in message["gpus"]]
-            self._send(own_checkup(workdir, message["nccl_setting"], gpus).as_event())
-        elif command == "sweep":
-            self._sweep(message)
-        elif command == "listen":
-            self._listen(int(message["port"]), str(message["token"]).encode())
-        elif command == "reach":
-            self._reach(message["addresses"], int(message["port"]), str(message["token"]).encode())
+        self._send(HelloAnswer(own_facts().as_event()))
 
-    def _sweep(self, message: Event) -> None:
+    def _check_up(self, command: CheckUp) -> None:
+        """Report the health of this node."""
+        from zlaunch.system.checkup import own_checkup
+
+        gpus = [str(token) for token in command.gpus]
+        checkup = own_checkup(str(command.workdir), command.nccl_setting, gpus)
+        self._send(CheckUpAnswer(checkup.as_event()))
+
+    def _sweep(self, command: Sweep) -> None:
         """End what is left of a run whose agent here has died: by the run's id and by the sessions of the
         agent and its workers, as far as they are known. The answer says whether certainly nothing is left.
         """
-        run_id = str(message["run_id"])
+        run_id = str(command.run_id)
         # Process ids of another namespace (a container) name other processes here.
-        here = message["pid_namespace"] != 0 and message["pid_namespace"] == pid_namespace()
-        sessions = [Process(int(pid), int(ticks)) for pid, ticks in message["sessions"]] if here else []
+        here = command.pid_namespace != 0 and command.pid_namespace == pid_namespace()
+        sessions = [Process(int(pid), int(ticks)) for pid, ticks in command.sessions] if here else []
         count = sweep(run_id, sessions)
         is_clean = here and not run_processes(run_id, sessions)
-        self._send({"type": "swept", "count": count, "clean": is_clean})
+        self._send(Swept(count, is_clean))
 
-    def _listen(self, port: int, token: bytes) -> None:
+    def _listen(self, command: Listen) -> None:
         """Take a port and tell everyone who connects that it is us; asked again, keep a port that will do."""
-        self._token = token
+        port = int(command.port)
+        self._token = str(command.token).encode()
         if self._listener is None or port not in (0, self._listener.getsockname()[1]):
             try:
                 self._listener = open_listener(port)
             except OSError as error:
-                self._send({"type": "listening", "port": 0, "error": error.strerror or str(error)})
+                self._send(Listening(0, error.strerror or str(error)))
                 return
             self._listener.setblocking(False)
             self._watch(self._listener.fileno(), partial(self._accept, self._listener))
-        self._send({"type": "listening", "port": self._listener.getsockname()[1], "error": ""})
+        self._send(Listening(self._listener.getsockname()[1], ""))
 
     def _accept(self, listener: socket.socket) -> None:
         """Send the token to the next one that has connected."""
@@ -93,14 +100,14 @@ class Handshake:
             connection.sendall(self._token)
             connection.close()
 
-    def _reach(self, addresses: list[str], port: int, token: bytes) -> None:
+    def _reach(self, command: Reach) -> None:
         """Find the first address where node 0 answers, and the interface that leads there."""
-        for address in addresses:
-            own = own_address_towards(address, port, token)
+        for address in command.addresses:
+            own = own_address_towards(address, int(command.port), str(command.token).encode())
             if own is not None:
-                self._send({"type": "reached", "address": address, "interface": interface_of(own)})
+                self._send(Reached(address, interface_of(own)))
                 return
-        self._send({"type": "reached", "address": "", "interface": ""})
+        self._send(Reached("", ""))
 
     def close(self) -> int | None:
         """Let go of the port and return the descriptor that must no longer be watched, if there is one."""

@@ -324,6 +324,15 @@ def config_arguments(args: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
             yield option, value, name != "__config"
 
 
+def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
+    """Return a command line with another config file."""
+    found = []
+    for word in command:
+        option, equals, value = word.partition("=")
+        found.append(path if word == config else f"{option}={path}" if equals and value == config else word)
+    return found
+
+
 def _is_broken(path: str) -> bool:
     """Tell whether no program could read a file: it is empty, or no YAML, whatever its tags."""
     import yaml

@@ -1,4 +1,4 @@
-"""Hold what the command line says about where and how to run."""
+"""Hold what a command line asks for."""
 
 from __future__ import annotations
 
@@ -10,27 +10,47 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.plan import Program
 from zlaunch.system.user import home
 
-# -- options ----------------------------------------------------------------------------------------
+# -- launch -----------------------------------------------------------------------------------------
 
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 COMPAT_CHOICES = ("auto", "deepspeed", "none")
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Says what every worker runs."""
+
+    mode: Literal["script", "module", "exec"]
+    name: str
+    args: tuple[str, ...] = ()
+    pass_local_rank: bool = True
+    """Put `--local_rank=N` before the script's own arguments, as DeepSpeed does."""
+    preload: tuple[str, ...] = ()
+    """What its workers will import anyway and may share."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Holds what the command line says about where and how to run."""
+class Launch:
+    """Holds all that a command line asks for, with defaults and the flags of other launchers resolved.
+
+    `cli/run.py` makes it once; nothing reads the command line after that. Fields have the names of the
+    options where the values are the options' own.
+    """
 
     program: Program
     run_id: str
     run_dir: str
-    python: str
+    """The folder of the run; empty while the launcher that chooses it is not known."""
     workdir: str
+    """The working folder on every node."""
+    venv: str | None = None
+    remote_python: str | None = None
     hostfile: str | None = None
     launcher: str | None = None
     include: str | None = None
@@ -51,14 +71,37 @@ class Options:
     connect_timeout_s: float = 60.0
     requeue: bool = False
     max_restarts: int = 0
+    first_attempt: int = 0
+    """The number of the first attempt: earlier ones were a queue's."""
     spares: int = 0
-    """The last so many hosts take part only when others are gone."""
+    """The last N hosts replace dead ones."""
     min_nodes: int | None = None
-    """Go on without failed nodes while so many are left; None: all are needed."""
+    """Continue without dead nodes as long as N remain; None: all are needed."""
+    health: bool = False
+    exclude_unhealthy: bool = False
+    """Continue without unhealthy nodes as without dead ones; otherwise they end the run."""
+    hang_timeout_s: float = 0.0
     quiet: bool = False
     verbose: bool = False
+    log_ranks: str = "0"
+    """Ranks whose output the console shows, as on the command line."""
+    local_ranks: tuple[int, ...] | None = None
+    """Local ranks to show instead, on each node."""
+    log_bytes: int | None = None
+    """Keep the newest bytes of each rank's log; None: all of it."""
+    detach: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    parent: int | None = None
+    """The process with which the launcher ends."""
     node_rank: int | None = None
     """With --no_ssh: which of the nodes this is."""
+    arrival_run: str | None = None
+    """The name of the run where nodes are numbered as they arrive at `master_addr`; None elsewhere."""
+    is_meeting_point: bool = False
+    """Whether `master_addr` is an address of this machine, where they then arrive."""
+    configs: tuple[str, ...] = ()
+    """Configs of other launchers' flags, as arguments of the script that are checked but not passed."""
     pod: bool = False
     """Tells whether the place among the nodes comes from the variables of a pod."""
     profile: str | None = None
@@ -72,6 +115,31 @@ class Options:
     tags: tuple[str, ...] = ()
     compat: str | None = None
     """What `import deepspeed` is in the workers; None leaves it to their environment."""
+
+    @property
+    def python(self) -> str:
+        """Return the interpreter on the nodes."""
+        return python_there(self.venv, self.remote_python)
+
+    @property
+    def checked_command(self) -> tuple[str, ...]:
+        """Return the script and all arguments that may name a config."""
+        return (self.program.name, *self.configs, *self.program.args)
+
+    @property
+    def other_folder(self) -> str | None:
+        """Return the working folder if it is another one than this process's."""
+        return None if self.workdir == os.getcwd() else self.workdir
+
+    @property
+    def checks_health(self) -> bool:
+        """Whether workers start on healthy nodes only."""
+        return self.health or self.exclude_unhealthy
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another attempt may follow a failure."""
+        return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
 
     @property
     def worker_env(self) -> dict[str, str]:

@@ -12,11 +12,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.world_sizes import FirstBatch, write_world_sizes
 from zlaunch.system.machine import visible_for_workers
+
+if TYPE_CHECKING:
+    from zlaunch.plan.options import Launch
 
 # -- plan -------------------------------------------------------------------------------------------
 
@@ -81,19 +84,6 @@ def without_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
             shown.append(re.sub(IN_ADDRESS, f"://{NOT_SHOWN}@", argument))
         secret_follows = argument.startswith("-") and "=" not in argument and is_secret(argument)
     return tuple(shown)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Says what every worker runs."""
-
-    mode: Literal["script", "module", "exec"]
-    name: str
-    args: tuple[str, ...] = ()
-    pass_local_rank: bool = True
-    """Put `--local_rank=N` before the script's own arguments, as DeepSpeed does."""
-    preload: tuple[str, ...] = ()
-    """What its workers will import anyway and may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,28 +195,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Holds what all nodes and all attempts of a run have in common."""
+    """Adds to a launch what all nodes and all attempts of the run have in common."""
 
-    program: Program
-    run_id: str
-    run_dir: str
-    cwd: str
-    grace_s: float
+    launch: Launch
     bootstrap: tuple[str, ...]
     """The command that starts a worker's bootstrap."""
     environ: Mapping[str, str]
     """Only asked which variables the user has set already, which are then left alone."""
-    heartbeat_s: float = 0.0
+    has_leases: bool = False
+    """Whether the agents are on other machines, where they live by the launcher's heartbeat."""
     in_step: bool = False
-    max_restarts: int = 0
-    debug_rank: int | None = None
-    """The rank that waits for a debugger before its script runs."""
-    virtual_local_rank: bool = False
-    """Each worker has LOCAL_RANK 0, and its GPU alone."""
     world_sizes: tuple[int, ...] = ()
     """Numbers of workers that the run may have, the one without a failure first; empty: it cannot change."""
     first_batches: tuple[FirstBatch, ...] = ()
     """The engines of the first attempt; empty: this is the first."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Return the seconds after which a silent node counts as dead; 0 without leases."""
+        return self.launch.heartbeat_s if self.has_leases else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,19 +268,19 @@ def common_env(
         "MASTER_ADDR": rendezvous[0],
         "MASTER_PORT": str(rendezvous[1]),
         "PYTHONUNBUFFERED": "1",
-        "ZLAUNCH_RUN_ID": run.run_id,
-        "ZLAUNCH_RUN_DIR": run.run_dir,
+        "ZLAUNCH_RUN_ID": run.launch.run_id,
+        "ZLAUNCH_RUN_DIR": run.launch.run_dir,
         "ZLAUNCH_RESTART_COUNT": str(attempt),
         # torchrun's, for scripts and libraries that ask for them
         "GROUP_RANK": str(node_rank),
         "GROUP_WORLD_SIZE": str(part.node_count),
         "ROLE_WORLD_SIZE": str(part.world_size),
-        "TORCHELASTIC_RUN_ID": run.run_id,
+        "TORCHELASTIC_RUN_ID": run.launch.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(run.max_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(run.launch.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    if run.debug_rank is not None:
+    if run.launch.debug_rank is not None:
         env["ZLAUNCH_NO_TIMEOUTS"] = "1"
     if resume_dir is not None:
         env["ZLAUNCH_RESUME_DIR"] = resume_dir
@@ -301,7 +288,8 @@ def common_env(
         env["ZLAUNCH_WORLD_SIZES"] = write_world_sizes(run.world_sizes)
         env["ZLAUNCH_FIRST_BATCHES"] = " ".join(map(str, run.first_batches))
     given = run.environ.keys() | node.env.keys()
-    usual = _default_env(node, single_node=part.node_count == 1, is_debugged=run.debug_rank is not None)
+    is_debugged = run.launch.debug_rank is not None
+    usual = _default_env(node, single_node=part.node_count == 1, is_debugged=is_debugged)
     for key, value in usual.items():
         if given.isdisjoint((key, *_SAME.get(key, ()))):
             env[key] = value
@@ -312,18 +300,18 @@ def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str
     """Return what the node's worker number `index` has of its own."""
     local_rank = node.first_local + index
     env = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
-    if rank == run.debug_rank:
+    if rank == run.launch.debug_rank:
         env["ZLAUNCH_DEBUG"] = LOCAL_HOST if node.is_local else node.host
-    if run.virtual_local_rank:
+    if run.launch.virtual_local_rank:
         env |= {"LOCAL_RANK": "0", "ZLAUNCH_LOCAL_RANK": str(local_rank)}
     if node.host == "localhost":  # elsewhere the folder may not be there: the bootstrap offers another
-        env["TORCHELASTIC_ERROR_FILE"] = f"{run.run_dir}/logs/error_{rank:05d}.json"
+        env["TORCHELASTIC_ERROR_FILE"] = f"{run.launch.run_dir}/logs/error_{rank:05d}.json"
     if node.bound:
         cpus = node.bound[index]
         env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
         if "OMP_NUM_THREADS" not in run.environ:
             env["OMP_NUM_THREADS"] = str(len(cpus))
-    if visible := visible_for_workers(node.devices, alone=run.virtual_local_rank):
+    if visible := visible_for_workers(node.devices, alone=run.launch.virtual_local_rank):
         env["CUDA_VISIBLE_DEVICES"] = visible[index]
     return env
 
@@ -377,10 +365,10 @@ def make_plan(
     """
     given = part
     part = part or Part(0, sum(node.workers for node in nodes), 0, len(nodes))
-    if run.debug_rank is not None and run.debug_rank >= part.world_size:
-        rank = run.debug_rank
+    if run.launch.debug_rank is not None and run.launch.debug_rank >= part.world_size:
+        rank = run.launch.debug_rank
         raise LaunchError(f"--debug {rank}: there is no rank {rank} among {part.world_size} worker(s)")
-    program = run.program
+    program = run.launch.program
     first_rank = part.first_rank
     flag = [] if program.mode == "script" else [f"--{program.mode}"]
     node_plans = []
@@ -400,13 +388,13 @@ def make_plan(
         node_plans.append(NodePlan(node.host, tuple(workers)))
         first_rank += node.workers
     return Plan(
-        run_id=run.run_id,
-        run_dir=run.run_dir,
+        run_id=run.launch.run_id,
+        run_dir=run.launch.run_dir,
         master_addr=master_addr,
         master_port=master_port,
         nodes=tuple(node_plans),
-        cwd=run.cwd,
-        grace_s=run.grace_s,
+        cwd=run.launch.workdir,
+        grace_s=run.launch.grace_s,
         heartbeat_s=run.heartbeat_s,
         preload=program.preload,
         in_step=run.in_step,

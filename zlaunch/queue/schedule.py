@@ -207,7 +207,7 @@ def find_demand(launcher: Launcher) -> tuple[Demand, dict[str, str]]:
 
 
 def _demand_here(launcher: LocalLauncher) -> Demand:
-    o = launcher.options
+    launch = launcher.launch
     devices = discover(os.environ)
     if devices.tokens and devices.tokens != discover({}).tokens:
         raise LaunchError(
@@ -216,21 +216,21 @@ def _demand_here(launcher: LocalLauncher) -> Demand:
         )
     count = len(devices.tokens) or len(os.sched_getaffinity(0))
     if max(launcher.slots) >= count:
-        named = o.include is not None or o.exclude is not None
+        named = launch.include is not None or launch.exclude is not None
         asked = f"slot {max(launcher.slots)} was" if named else f"{len(launcher.slots)} slots were"
         asked += " asked for"
         raise LaunchError(
             f"{asked}, but this machine has {count}, one per core: "
             "for more, use a --hostfile with the line `localhost slots=N`"
         )
-    if o.include is not None or o.exclude is not None:
+    if launch.include is not None or launch.exclude is not None:
         return Demand({_HERE: launcher.slots}, 1, None)
     return Demand({_HERE: tuple(range(count))}, 1, len(launcher.slots))
 
 
 def _demand_of_hosts(launcher: ClusterLauncher) -> tuple[Demand, dict[str, str]]:
-    o = launcher.options
-    everything = HostSelection(replace(o, num_gpus=None, num_nodes=None), launcher.entries())
+    launch = launcher.launch
+    everything = HostSelection(replace(launch, num_gpus=None, num_nodes=None), launcher.entries())
     if everything.chosen is None:
         unknown = ", ".join(host for host, entry in everything.entries.items() if entry.slots is None)
         raise LaunchError(f"the queue needs the number of slots: write slots=N after {unknown}")
@@ -241,4 +241,4 @@ def _demand_of_hosts(launcher: ClusterLauncher) -> tuple[Demand, dict[str, str]]
             raise LaunchError(f"the hostfile names this machine twice: as {names[name]} and as {host}")
         names[name] = host
     pool = {name: everything.chosen[host] for name, host in names.items()}
-    return Demand(pool, o.num_nodes or len(pool), o.num_gpus), names
+    return Demand(pool, launch.num_nodes or len(pool), launch.num_gpus), names

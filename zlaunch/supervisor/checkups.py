@@ -13,6 +13,7 @@ from zlaunch.errors import NodeError
 from zlaunch.supervisor.nodes import PARALLEL, Node
 from zlaunch.system.checkup import Checkup, HostReport, judge, size
 from zlaunch.system.gpu_health import GpuHealth
+from zlaunch.system.messages import CheckUp, CheckUpAnswer, Ping, Pong
 from zlaunch.view.console import Console
 
 _ANSWER_TIMEOUT_S = 20.0
@@ -44,10 +45,10 @@ def _ask(node: Node, workdir: str, nccl_setting: str | None, gpus: Sequence[str]
     timer.daemon = True
     timer.start()
     started = time.monotonic()
-    question = {"cmd": "checkup", "workdir": workdir, "nccl_setting": nccl_setting, "gpus": list(gpus)}
     try:
         skew = _skew_s(node)
-        checkup = Checkup.from_event(node.link.ask(question, "checkup"))
+        answer = node.link.ask(CheckUp(workdir, list(gpus), nccl_setting), CheckUpAnswer)
+        checkup = Checkup.from_event(answer.content)
         return replace(report, checkup=checkup, skew_s=skew)
     except NodeError as error:
         late = time.monotonic() - started >= _ANSWER_TIMEOUT_S
@@ -70,7 +71,7 @@ def _skew_s(node: Node) -> float:
     for _ in range(_PINGS):
         sent = time.time()
         started = time.monotonic()
-        there = float(node.link.ask({"cmd": "ping"}, "pong")["time"])
+        there = node.link.ask(Ping(), Pong).time
         round_trip_s = time.monotonic() - started
         if round_trip_s < best_s:
             best_s = round_trip_s

@@ -11,22 +11,55 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple, cast
 
 from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.hang import HangWatch
-from zlaunch.supervisor.nodes import SLOW_S, Heartbeat, Left, Link
+from zlaunch.supervisor.nodes import SLOW_S, Heartbeat, Left, Link, Silent
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.supervisor.verdict import Outcome, Verdict
-from zlaunch.system.events import Event
+from zlaunch.system.events import Event, Output
+from zlaunch.system.messages import (
+    ANSWERS,
+    AgentEvent,
+    AgentStarted,
+    Damaged,
+    Debugger,
+    Done,
+    Exited,
+    Failed,
+    FromScript,
+    Kill,
+    ListPackages,
+    MadeEngine,
+    Metrics,
+    Notice,
+    OnlyRecorded,
+    Other,
+    Packages,
+    Pong,
+    Raised,
+    SaveAsked,
+    Saved,
+    Signal,
+    SnapshotTaken,
+    Spawned,
+    StandsStill,
+    Start,
+    Stop,
+    Stopping,
+    decode_worker_event,
+    encode_event,
+)
 from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
 from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
@@ -77,7 +110,19 @@ _WAITED_S = 1.0
 """Seconds between two words about a slow start; the console decides which ones are shown."""
 _PAUSE_SENT_S = 0.5
 """Seconds in which the threads of ssh connections send the word before the process stands still."""
-_WAKE: Event = {"type": "wake"}
+
+
+class Eof(NamedTuple):
+    """Tells that nothing more comes from an agent."""
+
+
+class Wake(NamedTuple):
+    """Ends a wait of the main thread."""
+
+
+Received = AgentEvent | Silent | Eof | Wake
+_RECORDED = frozenset((AgentStarted, Spawned, Exited, Notice, Failed, Stopping, Done, Other, *ANSWERS))
+"""Events that go into events.jsonl as they come. Handlers write others: those of scripts, some answers."""
 
 
 class Controller:
@@ -107,7 +152,7 @@ class Controller:
         self.console = console
         self.links = links
         self.attempt = attempt
-        self.queue: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Received]] = queue.SimpleQueue()
         self.room = threading.BoundedSemaphore(_OUTPUT_IN_FLIGHT)
         self.heartbeat = Heartbeat(links, plan.heartbeat_s, self.queue)
         self.hosts = {worker.rank: node.host for node in plan.nodes for worker in node.workers}
@@ -146,6 +191,35 @@ class Controller:
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
         self.progress = console.progress
+        self.handlers: Mapping[type, Callable[[int, Any], None]] = {
+            Output: self._on_output,
+            FromScript: self._on_script,
+            Pong: self._on_pong,
+            Silent: self._on_silent,
+            Damaged: self._on_damaged,
+            Eof: self._on_eof,
+            Wake: self._ignore,
+            AgentStarted: self._on_agent_started,
+            Spawned: self._on_spawned,
+            Packages: self._on_packages,
+            Notice: self._on_notice,
+            Exited: self._on_exited,
+            Failed: self._on_failed,
+            Stopping: self._on_stopping,
+            Done: self._on_done,
+            Other: self._ignore,
+            **dict.fromkeys(ANSWERS, self._ignore),
+            Raised: self._on_raised,
+            Metrics: self._on_metrics,
+            MadeEngine: self._on_made_engine,
+            StandsStill: self._on_standing,
+            SaveAsked: self._on_save_asked,
+            Saved: self._on_saved,
+            SnapshotTaken: self._on_snapshot,
+            Debugger: self._on_debugger,
+            OnlyRecorded: self._ignore,
+        }
+        """Says what to do at each kind of event."""
 
     def run(self) -> Outcome:
         """Hand out the plan, follow the run to its end, and return its outcome."""
@@ -153,7 +227,7 @@ class Controller:
             self.run_dir, self.hosts, self.console.error, goes_on=self.attempt > 0, log_bytes=self.log_bytes
         )
         self.files.plan(self.plan)
-        wakeup = SignalWakeup(lambda: self.queue.put((-1, _WAKE)))
+        wakeup = SignalWakeup(lambda: self.queue.put((-1, Wake())))
         taken = (*STOP_SIGNALS, *PASSED_SIGNALS, signal.SIGTSTP)
         handlers = {signum: signal.getsignal(signum) for signum in taken}
         for signum in STOP_SIGNALS:
@@ -220,9 +294,7 @@ class Controller:
         self.console.place({w.rank: w.local_rank for node in self.plan.nodes for w in node.workers})
         for index, link in enumerate(self.links):
             threading.Thread(target=self._read, args=(index, link), daemon=True).start()
-            link.transport.send(
-                {**asdict(self.plan.for_node(index)), "lease": self.heartbeat.first_grant(index)}
-            )
+            link.send(Start(asdict(self.plan.for_node(index)), self.heartbeat.first_grant(index)))
             if self.signum:
                 self._stop()  # this agent had no plan yet when the signal came
         self.heartbeat.start()
@@ -233,17 +305,17 @@ class Controller:
         try:
             for event in link.events:
                 self.heartbeat.heard(index, event)
-                if event.get("type") in ("output", "script") and event["rank"] not in own:
-                    event = {"type": "damaged", "why": f"there is no rank {event['rank']} on this node"}
-                if event.get("type") == "output":
+                if isinstance(event, (Output, FromScript)) and event.rank not in own:
+                    event = Damaged(f"there is no rank {event.rank} on this node")
+                if isinstance(event, Output):
                     # While the console takes nothing, answers wait behind output: not the node's silence.
                     with self.heartbeat.excused(index):
                         self.room.acquire()
                 self.queue.put((index, event))
-                if event.get("stays") or event["type"] == "damaged":
+                if isinstance(event, Damaged) or (isinstance(event, Done) and event.stays):
                     break
         finally:
-            self.queue.put((index, {"type": "eof"}))  # after the end of the attempt it means nothing
+            self.queue.put((index, Eof()))  # after the end of the attempt it means nothing
 
     def _follow(self) -> None:
         while self.open_nodes:
@@ -320,156 +392,65 @@ class Controller:
             namespace = self.pid_namespaces.get(index, 0)
             self.verdict.left[link.host] = Left(ends, tuple(self.started[index]), namespace)
 
-    def _on_event(self, index: int, event: Event) -> None:
-        kind = event.get("type")
-        if kind == "script":
-            rank = event["rank"]
-            event = {**event["event"], "rank": rank, "host": self.hosts[rank]}
-            kind = event["type"]
-        if kind == "output":
-            self.room.release()
-            self._on_output(event)
-            return
-        if kind == "eof":
-            self._on_eof(index)
-            return
-        if kind == "packages":
-            if self.provenance is not None:
-                self.provenance.take_packages(event)
-            return
-        if kind == "silent":
-            if index in self.open_nodes:
-                self.open_nodes.discard(index)
-                self._lose(
-                    index,
-                    f"fell silent: nothing heard for {event['silence_s']:.0f} s "
-                    "(network cut, power loss, or a machine that stands still)",
-                )
-                self._stop()
-            return
-        if kind == "damaged":
-            if index in self.open_nodes:
-                self.open_nodes.discard(index)
-                self._lose(
-                    index,
-                    f"sends damaged data: {event['why']}. Another program may write to the agent's output, "
-                    "such as one that a shell's start files leave in the background",
-                )
-                self._stop()
-            return
-        if kind == "wake" or (kind == "pong" and not self.heartbeat.worth_noting(index)):
-            return
-        self.files.event(event)
-        if kind == "spawn":
-            self.starting.discard(event["rank"])
-            if not self.starting:
-                self.console.waiting("", 0.0)
-                self._on_all_started()
-                if self.save_asked or self.save_asked_before():  # who started after the signal has not got it
-                    self._pass_on(signal.SIGUSR1, None)
-            process = Process(event["pid"], event["start_ticks"])
-            self.started[index].append(process)
-            if self.links[index].transport.local:
-                self.sessions[event["rank"]] = process
-        elif kind == "agent":
-            self.started[index].append(Process(event["pid"], event["start_ticks"]))
-            self.pid_namespaces[index] = event["pid_namespace"]
-        elif kind == "notice":
-            self.console.message(event["message"])
-        elif kind == "metrics":
-            self.hang.activity()
-            self.verdict.has_progressed = True
-            self.progress.take(event)
-            self.console.metrics(event)
-        elif kind in ("environment", "standing"):
-            if kind == "environment":
-                self.has_engine = True
-                run_folder.made_engine(self.plan, self.attempt, event)
-            self.progress.take(event)
-            self.hang.standing(event)
-        elif kind == "save_asked":
-            self.acts_on_save = self.acts_on_save or event.get("acts") is True
-            self._tell_unsaved(self.signum or signal.SIGUSR1)
-        elif kind == "checkpoint":
-            self.has_saved_since = self.save_asked
-            self.hang.activity()
-            self.verdict.may_have_saved = self.verdict.has_progressed = True
-            run_folder.saved(self.plan, event)
-            saved = (event.get("tag"), event.get("folder"), event.get("step"))
-            if saved != self.last_saved:  # the Trainer saves twice at a step of stage 3
-                self.console.message(f"checkpoint {saved[0]} is in {saved[1]}")
-            self.last_saved = saved
-            self._regroup()
-        elif kind == "snapshot":
-            self._regroup()
-        elif kind == "debugger":
-            self._on_debugger(event)
-        elif kind == "exception":
-            self.verdict.exception(event)
-        elif kind == "exit":
-            self.sessions.pop(event["rank"], None)  # the agent ends what it has left; its id is free now
-            self.running.discard(event["rank"])
-            self.verdict.exit(event)
-            self.hang.exited(event)
-        elif kind == "error":
-            self.verdict.errors.append(event["message"])
-            if event.get("refused"):
-                self.verdict.refused_by.append(self.links[index].host)
-        elif kind == "stopping":
-            if self.deadline == float("inf"):
-                self._on_stop_by_agent(event)
-            self._bound(event["grace_s"])
-        elif kind == "done":
-            self.starting -= {worker.rank for worker in self.plan.nodes[index].workers}
-            self.open_nodes.discard(index)
-            if event["stays"]:
-                self.waiting.add(index)
-            if event.get("swept") and not self.signum and not self.verdict.failures:
-                host = self.links[index].transport.host
-                count = event["swept"]
-                plural = "processes" if count > 1 else "process"
-                why = "a run ends with its workers"
-                self.console.message(
-                    f"{host}: ended {count} {plural} that the script had left running: {why}"
-                )
+    # -- events --------------------------------------------------------------------------------
 
-    def _on_debugger(self, event: Event) -> None:
-        """Say where a rank waits for a debugger, also with --quiet, and that one has come."""
-        if event.get("attached"):
-            self.console.message(f"a debugger is attached to rank {event['rank']}")
-        else:
-            host = shown_host(event["host"])
-            self.console.text(advice(event["rank"], host, event.get("address"), event.get("port")))
+    def _on_event(self, index: int, event: Received) -> None:
+        if type(event) in _RECORDED:
+            self.files.event(encode_event(cast("AgentEvent", event)))
+        self.handlers[type(event)](index, event)
 
-    def _on_all_started(self) -> None:
-        """Find out what the run is made of, where this launcher has rank 0."""
-        for link, node in zip(self.links, self.plan.nodes, strict=True):
-            if self.provenance is not None and any(worker.rank == 0 for worker in node.workers):
-                self.provenance.workers_started(partial(link.transport.send, {"cmd": "packages"}))
+    def _ignore(self, index: int, event: object) -> None:
+        """Do nothing: the event is only written down, or wakes the main thread."""
 
-    def _regroup(self) -> None:
-        """End the attempt if a node that was gone is back: what it has done is saved."""
-        if not self.regrouping and self.deadline == float("inf") and self.regroups():
-            self.regrouping = True
-            self._stop()
-
-    def _on_stop_by_agent(self, event: Event) -> None:
-        """Stop the other nodes when an agent ends the run without having been told to."""
-        if not self.verdict.failures and not self.verdict.errors:
-            self.verdict.errors.append(f"the run on {shown_host(event['host'])} was stopped: {event['why']}")
-            self.verdict.agent_code = 128 + signal.SIGTERM
-        if len(self.open_nodes) > 1:
-            self._stop()
-
-    def _on_output(self, event: Event) -> None:
-        rank = event["rank"]
-        data = event["data"]
+    def _on_output(self, _index: int, event: Output) -> None:
+        """Write and show what a rank has printed."""
+        self.room.release()
+        rank, stream, data = event
         self.hang.output(rank, data)
-        self.files.output(rank, event["stream"], data)
+        self.files.output(rank, stream, data)
         self.verdict.output(rank, data)
-        self.console.output(rank, event["stream"], data)
+        self.console.output(rank, stream, data)
 
-    def _on_eof(self, index: int) -> None:
+    def _on_script(self, index: int, event: FromScript) -> None:
+        """Handle what a script has reported."""
+        record = {**event.event, "rank": event.rank, "host": self.hosts[event.rank]}
+        self.files.event(record)
+        decoded = decode_worker_event(record)
+        if isinstance(decoded, (Metrics, MadeEngine, StandsStill)):
+            self.progress.take(record)
+        self.handlers[type(decoded)](index, decoded)
+
+    # of the connection
+
+    def _on_pong(self, index: int, event: Pong) -> None:
+        """Write an answer down now and then."""
+        if self.heartbeat.worth_noting(index):
+            self.files.event(encode_event(event))
+
+    def _on_silent(self, index: int, event: Silent) -> None:
+        """Give up a node that no longer answers."""
+        self._lose_open(
+            index,
+            f"fell silent: nothing heard for {event.silence_s:.0f} s "
+            "(network cut, power loss, or a machine that stands still)",
+        )
+
+    def _on_damaged(self, index: int, event: Damaged) -> None:
+        """Give up a node whose words cannot be read."""
+        self._lose_open(
+            index,
+            f"sends damaged data: {event.why}. Another program may write to the agent's output, "
+            "such as one that a shell's start files leave in the background",
+        )
+
+    def _lose_open(self, index: int, how: str) -> None:
+        """Give up a node that takes part, and stop the others."""
+        if index in self.open_nodes:
+            self.open_nodes.discard(index)
+            self._lose(index, how)
+            self._stop()
+
+    def _on_eof(self, index: int, _event: Eof) -> None:
         """Record that an agent is gone. Without its "done" it died, and its workers with it."""
         if index not in self.open_nodes:
             return
@@ -492,16 +473,144 @@ class Controller:
         self.verdict.agent_code = 128 - code if died and code is not None else 1
         self._stop()
 
+    # of agents
+
+    def _on_agent_started(self, index: int, event: AgentStarted) -> None:
+        """Note the agent's process."""
+        self.started[index].append(Process(event.pid, event.start_ticks))
+        self.pid_namespaces[index] = event.pid_namespace
+
+    def _on_spawned(self, index: int, event: Spawned) -> None:
+        """Note a worker's process. Once all have started, look at what they run."""
+        self.starting.discard(event.rank)
+        if not self.starting:
+            self.console.waiting("", 0.0)
+            self._on_all_started()
+            if self.save_asked or self.save_asked_before():  # who started after the signal has not got it
+                self._pass_on(signal.SIGUSR1, None)
+        process = Process(event.pid, event.start_ticks)
+        self.started[index].append(process)
+        if self.links[index].transport.local:
+            self.sessions[event.rank] = process
+
+    def _on_all_started(self) -> None:
+        """Find out what the run is made of, where this launcher has rank 0."""
+        for link, node in zip(self.links, self.plan.nodes, strict=True):
+            if self.provenance is not None and any(worker.rank == 0 for worker in node.workers):
+                self.provenance.workers_started(partial(link.send, ListPackages()))
+
+    def _on_packages(self, _index: int, event: Packages) -> None:
+        """Add the packages to the record of the run."""
+        if self.provenance is not None:
+            self.provenance.take_packages(event)
+
+    def _on_notice(self, _index: int, event: Notice) -> None:
+        """Show a message."""
+        self.console.message(event.message)
+
+    def _on_exited(self, _index: int, event: Exited) -> None:
+        """Note that a worker has ended; the verdict says what that means."""
+        self.sessions.pop(event.rank, None)  # the agent ends what it has left; its id is free now
+        self.running.discard(event.rank)
+        self.verdict.exit(event)
+        self.hang.exited(event)
+
+    def _on_failed(self, index: int, event: Failed) -> None:
+        """Note what an agent could not do."""
+        self.verdict.errors.append(event.message)
+        if event.refused:
+            self.verdict.refused_by.append(self.links[index].host)
+
+    def _on_stopping(self, _index: int, event: Stopping) -> None:
+        """Bound the time of a node that stops. Where it was not told to, stop the others."""
+        if self.deadline == float("inf"):
+            if not self.verdict.failures and not self.verdict.errors:
+                self.verdict.errors.append(f"the run on {shown_host(event.host)} was stopped: {event.why}")
+                self.verdict.agent_code = 128 + signal.SIGTERM
+            if len(self.open_nodes) > 1:
+                self._stop()
+        self._bound(event.grace_s)
+
+    def _on_done(self, index: int, event: Done) -> None:
+        """Close a node's part of the attempt."""
+        self.starting -= {worker.rank for worker in self.plan.nodes[index].workers}
+        self.open_nodes.discard(index)
+        if event.stays:
+            self.waiting.add(index)
+        if event.swept and not self.signum and not self.verdict.failures:
+            host = self.links[index].transport.host
+            plural = "processes" if event.swept > 1 else "process"
+            why = "a run ends with its workers"
+            self.console.message(
+                f"{host}: ended {event.swept} {plural} that the script had left running: {why}"
+            )
+
+    # of workers
+
+    def _on_raised(self, _index: int, event: Raised) -> None:
+        """Judge an uncaught exception."""
+        self.verdict.exception(event)
+
+    def _on_metrics(self, _index: int, event: Metrics) -> None:
+        """Show the numbers of a step."""
+        self.hang.activity()
+        self.verdict.has_progressed = True
+        self.console.metrics(event)
+
+    def _on_made_engine(self, _index: int, event: MadeEngine) -> None:
+        """Record the engine's batch."""
+        self.has_engine = True
+        run_folder.made_engine(self.plan, self.attempt, event)
+        self.hang.activity()
+
+    def _on_standing(self, _index: int, event: StandsStill) -> None:
+        """Note where a rank waits."""
+        self.hang.standing(event)
+
+    def _on_save_asked(self, _index: int, event: SaveAsked) -> None:
+        """Note whether the script saves when it is asked to."""
+        self.acts_on_save = self.acts_on_save or event.acts is True
+        self._tell_unsaved(self.signum or signal.SIGUSR1)
+
+    def _on_saved(self, _index: int, event: Saved) -> None:
+        """Record a checkpoint. A node that is back may take part from here on."""
+        self.has_saved_since = self.save_asked
+        self.hang.activity()
+        self.verdict.may_have_saved = self.verdict.has_progressed = True
+        run_folder.saved(self.plan, event)
+        saved = (event.tag, event.folder, event.step)
+        if saved != self.last_saved:  # the Trainer saves twice at a step of stage 3
+            self.console.message(f"checkpoint {event.tag} is in {event.folder}")
+        self.last_saved = saved
+        self._regroup()
+
+    def _on_snapshot(self, _index: int, _event: SnapshotTaken) -> None:
+        """Let a node that is back take part from here on."""
+        self._regroup()
+
+    def _on_debugger(self, _index: int, event: Debugger) -> None:
+        """Say where a rank waits for a debugger, also with --quiet, and that one has come."""
+        if event.attached:
+            self.console.message(f"a debugger is attached to rank {event.rank}")
+        else:
+            self.console.text(advice(event.rank, shown_host(event.host), event.address, event.port))
+
     # -- ending --------------------------------------------------------------------------------
+
+    def _regroup(self) -> None:
+        """End the attempt if a node that was gone is back: what it has done is saved."""
+        if not self.regrouping and self.deadline == float("inf") and self.regroups():
+            self.regrouping = True
+            self._stop()
 
     def _bound(self, grace_s: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + grace_s + _MARGIN_S)
 
     def _stop(self) -> None:
         for link in self.links:
-            link.transport.send({"cmd": "stop", "grace_s": self.plan.grace_s})
+            link.send(Stop(self.plan.grace_s))
         self._bound(self.plan.grace_s)
-        self.queue.put((-1, _WAKE))
+        self.queue.put((-1, Wake()))
 
     def _on_suspend(self, _signum: int, _frame: FrameType | None) -> None:
         """Stop this process as Ctrl-Z asks; the nodes are told, so that they do not take it for dead."""
@@ -517,7 +626,7 @@ class Controller:
             return  # `timeout` and terminals signal a process and its group, which is not impatience
         if self.signum:
             for link in self.links:
-                link.transport.send({"cmd": "kill"})
+                link.send(Kill())
                 link.transport.kill()
             self._sweep()
             run_folder.ended(self.plan.run_dir, End.of_code(128 + self.signum))
@@ -526,21 +635,19 @@ class Controller:
         self.signalled_at = time.monotonic()
         self._stop()
         what = f"{signal_name(signum)}: stopping the workers (up to {self.plan.grace_s:g} s)"
-        self.queue.put((-1, {"type": "notice", "message": f"{what}; a second one kills them at once"}))
+        self.queue.put((-1, Notice(f"{what}; a second one kills them at once")))
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
         """Send a signal to every worker; a program that is not Python would die of it."""
         if self.plan.python:
             if signum == signal.SIGUSR2:
-                self.queue.put(
-                    (-1, {"type": "notice", "message": "asked for the stacks of all ranks (SIGUSR2)"})
-                )
+                self.queue.put((-1, Notice("asked for the stacks of all ranks (SIGUSR2)")))
             if signum == signal.SIGUSR1 and not self.save_asked:
                 self.save_asked = True
-                self.queue.put((-1, {"type": "notice", "message": "SIGUSR1: asked the workers to save"}))
+                self.queue.put((-1, Notice("SIGUSR1: asked the workers to save")))
             self.verdict.may_have_saved = self.verdict.may_have_saved or self.save_asked
             for link in self.links:
-                link.transport.send({"cmd": "signal", "signum": int(signum)})
+                link.send(Signal(int(signum)))
 
     def _sweep(self) -> None:
         """Leave no process of the run on this machine, where its agent is gone."""
@@ -573,5 +680,5 @@ class Controller:
                 index, event = self.queue.get_nowait()
             except queue.Empty:
                 return
-            if event.get("type") in ("output", "exit", "script"):
+            if isinstance(event, (Output, Exited, FromScript)):
                 self._on_event(index, event)

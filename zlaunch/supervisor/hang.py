@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Exited, StandsStill
 
 # -- positions --------------------------------------------------------------------------------------
 #
@@ -216,18 +216,14 @@ class HangWatch:
             self._was_active = True
             self._last = time.monotonic()
 
-    def standing(self, event: Event) -> None:
-        """Record what a rank that has stood still for some seconds says about that, or that it goes on; also
-        that an engine has been built.
-        """
-        if event["type"] == "environment":
-            self.activity()
+    def standing(self, event: StandsStill) -> None:
+        """Record what a rank that has stood still for some seconds says about that, or that it goes on."""
         note_standing(self._standing, event)
 
-    def exited(self, event: Event) -> None:
+    def exited(self, event: Exited) -> None:
         """Record that a rank has ended."""
-        self._ended[event["rank"]] = event["returncode"]
-        self._standing.pop(event["rank"], None)
+        self._ended[event.rank] = event.returncode
+        self._standing.pop(event.rank, None)
 
     def output(self, rank: int, data: bytes) -> None:
         """Record a rank's output; after the stacks were asked for, it belongs to them."""
@@ -287,19 +283,20 @@ class Stand:
     """The number of the last collective begun of each process group."""
 
 
-def note_standing(known: dict[int, Stand], event: Event) -> None:
-    """Note what a rank's `standing` event says, or that it goes on. One of another form is left out."""
-    rank = event.get("rank")
-    try:
-        unfinished = tuple((str(g), int(n), str(text)) for g, n, text in event["unfinished"])
-        begun = {str(group): int(number) for group, number in event["begun"].items()}
-        stand = Stand(str(event["what"]), unfinished, begun)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+def note_standing(known: dict[int, Stand], event: StandsStill) -> None:
+    """Note what a rank says about where it stands, or that it goes on. One of another form is left out."""
+    if event.what is None or not isinstance(event.begun, dict) or not isinstance(event.unfinished, list):
         return
-    if isinstance(rank, int):
-        known.pop(rank, None)
+    try:
+        unfinished = tuple((str(g), int(n), str(text)) for g, n, text in event.unfinished)
+        begun = {str(group): int(number) for group, number in event.begun.items()}
+    except (TypeError, ValueError, OverflowError):
+        return
+    stand = Stand(str(event.what), unfinished, begun)
+    if isinstance(event.rank, int):
+        known.pop(event.rank, None)
         if stand.what or stand.begun:
-            known[rank] = stand
+            known[event.rank] = stand
 
 
 def where(

@@ -8,11 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 from zlaunch.errors import LaunchError, NodeError
-from zlaunch.plan.options import Options
+from zlaunch.plan.options import Launch
 from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
@@ -21,6 +20,7 @@ from zlaunch.supervisor.nodes import Left, Link, Node, Rendezvous, Say, close_al
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
+from zlaunch.system.messages import Ping, Pong, Preload
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
 
@@ -48,7 +48,7 @@ class Agents:
         self._connect = connect
         self._say = say
         self._nodes: dict[str, Node] = {}
-        self._spares = _PreparedSpares(connect, {}, [], {})
+        self._spares = _PreparedSpares(connect, {}, [], None)
 
     def connect(self, hosts: Sequence[str]) -> tuple[list[Node], list[NodeError]]:
         """Start agents where there are none; return the nodes in the order of the hosts, and errors."""
@@ -62,7 +62,7 @@ class Agents:
     def show_life(self) -> None:
         """Have the agents that are there wait for their plan a while longer."""
         for node in self._nodes.values():
-            node.link.transport.send({"cmd": "ping", "idle_s": _IDLE_S})
+            node.link.send(Ping(idle_s=_IDLE_S))
 
     def drop(self, hosts: Collection[str]) -> None:
         """End the agents of these hosts."""
@@ -77,8 +77,7 @@ class Agents:
         are asked for.
         """
         ready = self._spares.stop()
-        worker = asdict(plan.nodes[0].workers[0])
-        order = {"cmd": "preload", "modules": plan.preload, "cwd": plan.cwd, "worker": worker}
+        order = Preload(plan.preload, plan.cwd, asdict(plan.nodes[0].workers[0]))
         self._spares = _PreparedSpares(self._connect, ready, hosts if plan.preload else (), order)
 
     def end(self) -> None:
@@ -92,12 +91,12 @@ class _PreparedSpares:
     """Keeps agents on spare hosts, in a thread: has them import, and shows them that the launcher lives."""
 
     def __init__(
-        self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Mapping[str, Any]
+        self, connect: Connect, ready: dict[str, Node], hosts: Sequence[str], order: Preload | None
     ) -> None:
         """Take the agents that are `ready`, which have had the order already."""
         self._connect = connect
         self._nodes = ready
-        self._order = dict(order)
+        self._order = order
         self._missing = [host for host in hosts if host not in ready]
         self._end = threading.Event()
         self._given_up = False
@@ -108,15 +107,16 @@ class _PreparedSpares:
     def _run(self) -> None:
         found, _ = self._connect(self._missing, lambda what, seconds: None) if self._missing else ([], [])
         for node in found:
-            with suppress(OSError):  # the first ping says that it is gone
-                node.link.transport.send(self._order)
+            if self._order is not None:
+                with suppress(OSError):  # the first ping says that it is gone
+                    node.link.send(self._order)
         self._nodes = {**self._nodes, **{node.host: node for node in found}}
         has_ended = False
         while not has_ended:
             has_ended = self._end.wait(_PING_S)  # and once more at the end: who is handed out lives
             for node in list(self._nodes.values()):
                 try:
-                    node.link.ask({"cmd": "ping", "idle_s": _IDLE_S}, "pong")
+                    node.link.ask(Ping(idle_s=_IDLE_S), Pong)
                 except (NodeError, OSError):  # it is connected to again when it is needed
                     del self._nodes[node.host]
         if self._given_up:
@@ -239,7 +239,7 @@ _SHORT_WAIT_S = 2.0
 class Job(ABC):
     """Describes what is to be run, for every attempt alike. Launchers are such jobs."""
 
-    options: Options
+    launch: Launch
 
     @property
     @abstractmethod
@@ -273,35 +273,9 @@ class Job(ABC):
         return outcome.end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Says when to give up, and when to go on."""
-
-    max_restarts: int = 0
-    min_nodes: int | None = None
-    """Go on without dead nodes while so many are left; None: all are needed."""
-    spares: int = 0
-    """Hosts, the last ones, that take the place of dead ones."""
-    checks_health: bool = False
-    """Start workers on healthy nodes alone."""
-    excludes_unhealthy: bool = False
-    """Go on without unhealthy nodes as without dead ones; otherwise they end the run."""
-    hang_timeout_s: float = 0.0
-    first_attempt: int = 0
-    """The number of the first attempt: earlier ones were a queue's."""
-    log_bytes: int | None = None
-    """Keep the newest of each rank's log; None: all of it."""
-
-    @property
-    def may_go_on(self) -> bool:
-        """Tell whether there may be another attempt after a failure."""
-        return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
-
-
 def run_job(
     job: Job,
     console: Console,
-    limits: Limits,
     provenance: Provenance | None = None,
     *,
     save_asked: bool = False,
@@ -312,7 +286,7 @@ def run_job(
     with signals_without_workers() as signals:
         signals.save_asked = save_asked
         try:
-            outcome = _run(job, console, limits, provenance, signals)
+            outcome = _run(job, console, provenance, signals)
         except Stopped as stopped:
             signals.end()  # a second signal must not end this report of the first
             console.message(f"stopped by {signal_name(stopped.signum)}")
@@ -321,10 +295,10 @@ def run_job(
             signals.end()
             refused = isinstance(error, LaunchError)
             end = End(REFUSED_CODE, "refused") if refused else End(1, "failed")
-            run_folder.ended(job.options.run_dir, end)
+            run_folder.ended(job.launch.run_dir, end)
             raise
         signals.end()
-        run_folder.ended(job.options.run_dir, job.end_of(outcome))
+        run_folder.ended(job.launch.run_dir, job.end_of(outcome))
     return outcome
 
 
@@ -377,11 +351,11 @@ def signals_without_workers() -> Iterator[SignalsWithoutWorkers]:
 
 
 def _run(
-    job: Job, console: Console, limits: Limits, provenance: Provenance | None, signals: SignalsWithoutWorkers
+    job: Job, console: Console, provenance: Provenance | None, signals: SignalsWithoutWorkers
 ) -> Outcome:
     agents = Agents(job.connect, console.waiting)
     try:
-        return _attempts(job, agents, console, limits, provenance, signals)
+        return _attempts(job, agents, console, provenance, signals)
     finally:
         agents.end()
 
@@ -390,17 +364,16 @@ def _attempts(
     job: Job,
     agents: Agents,
     console: Console,
-    limits: Limits,
     provenance: Provenance | None,
     signals: SignalsWithoutWorkers,
 ) -> Outcome:
-    hosts = Hosts(job.hosts, limits.spares, limits.min_nodes)
-    attempt = limits.first_attempt
+    hosts = Hosts(job.hosts, job.launch.spares, job.launch.min_nodes)
+    attempt = job.launch.first_attempt
     restarts = 0
     port_retried = False
     pause_s = _FIRST_PAUSE_S
     while True:
-        outcome = _attempt(job, agents, hosts, console, limits, attempt, provenance, signals)
+        outcome = _attempt(job, agents, hosts, console, attempt, provenance, signals)
         if not outcome.signum:
             _await_leases(outcome.left, console)
         attempt += outcome.started
@@ -410,19 +383,19 @@ def _attempts(
             continue
         if outcome.code == 0 or outcome.signum or outcome.save_asked:
             return outcome
-        if outcome.port_taken and not port_retried and not job.options.master_port:
+        if outcome.port_taken and not port_retried and not job.launch.master_port:
             port_retried = True
             console.message("the rendezvous port was taken in the meantime: once more with another one")
         elif said := hosts.lose(outcome.lost):
             console.message(said)
-        elif restarts < limits.max_restarts and outcome.is_final:
+        elif restarts < job.launch.max_restarts and outcome.is_final:
             needed = f"{hosts.needed} of {len(job.hosts)} hosts"
             console.message(f"no restart: the run needs {needed}, and uses no unhealthy one")
             return outcome
-        elif restarts < limits.max_restarts:
+        elif restarts < job.launch.max_restarts:
             restarts += 1
             when = f" in {pause_s:g} s" if outcome.is_refused else ""
-            console.message(f"restart {restarts} of {limits.max_restarts}{when}")
+            console.message(f"restart {restarts} of {job.launch.max_restarts}{when}")
             if outcome.is_refused:  # what keeps a host out, such as its reboot, takes a while
                 agents.show_life()
                 time.sleep(pause_s)
@@ -449,23 +422,22 @@ def _attempt(
     agents: Agents,
     hosts: Hosts,
     console: Console,
-    limits: Limits,
     attempt: int,
     provenance: Provenance | None,
     signals: SignalsWithoutWorkers,
 ) -> Outcome:
-    nodes = _gather(job, agents, hosts, console, limits)
+    nodes = _gather(job, agents, hosts, console)
     if isinstance(nodes, Outcome):
         return nodes
     try:
         rendezvous = None
         if len(nodes) > 1:
-            o = job.options
+            launch = job.launch
             rendezvous = find_rendezvous(
-                nodes, master_addr=o.master_addr, master_port=o.master_port, iface=o.iface
+                nodes, master_addr=launch.master_addr, master_port=launch.master_port, iface=launch.iface
             )
-        plan = replace(job.plan(nodes, rendezvous, attempt), restarts=limits.may_go_on)
-        if attempt == limits.first_attempt:
+        plan = replace(job.plan(nodes, rendezvous, attempt), restarts=job.launch.may_restart)
+        if attempt == job.launch.first_attempt:
             for text in job.find_surprises(nodes):
                 console.message(f"warning: {text}")
     except NodeError as error:
@@ -477,8 +449,8 @@ def _attempt(
         plan,
         console,
         [node.link for node in nodes],
-        hang_timeout_s=limits.hang_timeout_s,
-        log_bytes=limits.log_bytes,
+        hang_timeout_s=job.launch.hang_timeout_s,
+        log_bytes=job.launch.log_bytes,
         attempt=attempt,
         regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
         provenance=provenance,
@@ -498,11 +470,11 @@ def _attempt(
     return outcome
 
 
-def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Limits) -> list[Node] | Outcome:
+def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console) -> list[Node] | Outcome:
     """Return the nodes of an attempt: all of them answer, and are healthy where that is asked for."""
     while True:
         nodes, dead = agents.connect(hosts.used)
-        sick = _find_unhealthy(job, nodes, console) if limits.checks_health else []
+        sick = _find_unhealthy(job, nodes, console) if job.launch.checks_health else []
         errors = [*dead, *sick]
         if not errors:
             return nodes
@@ -511,14 +483,14 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
         dead_hosts = [error.host for error in dead]
         sick_hosts = [error.host for error in sick]
         agents.drop(sick_hosts)
-        said = "" if sick and not limits.excludes_unhealthy else hosts.lose(dead_hosts, sick_hosts)
+        said = "" if sick and not job.launch.exclude_unhealthy else hosts.lose(dead_hosts, sick_hosts)
         if not said:
             if len(hosts.used) > 1:
                 text = f"{len(errors)} of {len(hosts.used)} nodes cannot take part; nothing was started"
                 console.error(text)
-            if sick and len(hosts.used) > 1 and not limits.excludes_unhealthy:
+            if sick and len(hosts.used) > 1 and not job.launch.exclude_unhealthy:
                 console.message("--exclude_unhealthy continues without them, with --min_nodes or --spares")
-            is_final = limits.excludes_unhealthy and not hosts.suffice_without(sick_hosts)
+            is_final = job.launch.exclude_unhealthy and not hosts.suffice_without(sick_hosts)
             return replace(_refused_by(errors), is_final=is_final)
         console.message(said)
 
@@ -526,7 +498,7 @@ def _gather(job: Job, agents: Agents, hosts: Hosts, console: Console, limits: Li
 def _find_unhealthy(job: Job, nodes: Sequence[Node], console: Console) -> list[NodeError]:
     from zlaunch.supervisor.checkups import find_unhealthy  # a launch that does not ask is not slower
 
-    return find_unhealthy(nodes, job.options.workdir, job.gpus_of, console)
+    return find_unhealthy(nodes, job.launch.workdir, job.gpus_of, console)
 
 
 def _refused_by(errors: Sequence[NodeError]) -> Outcome:

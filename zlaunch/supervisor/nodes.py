@@ -11,12 +11,32 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from zlaunch.errors import NodeError
 from zlaunch.supervisor.clock_bound import ClockBound
 from zlaunch.system import boot_clock
-from zlaunch.system.events import Event
+from zlaunch.system.events import Event, Output
 from zlaunch.system.machine import Facts
+from zlaunch.system.messages import (
+    AgentEvent,
+    Command,
+    Damaged,
+    Hello,
+    HelloAnswer,
+    Listen,
+    Listening,
+    MissingField,
+    Pause,
+    Ping,
+    Pong,
+    Reach,
+    Reached,
+    Sweep,
+    Swept,
+    decode_event,
+    encode_command,
+)
 from zlaunch.system.processes import Process
 from zlaunch.transports import Transport
 
@@ -36,34 +56,54 @@ _MEET_LIMIT_S = 600.0
 
 _SSH_FAILED = 255
 
+_A = TypeVar("_A")
+"""An answer of an agent."""
+_R = TypeVar("_R")
+"""What work on a host returns."""
+
 
 class Link:
-    """Carries messages to a started agent, and its events back. One thread at a time reads these."""
+    """Carries commands to a started agent, and its events back. One thread at a time reads these."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.host = transport.host
         self.clock = ClockBound()
-        self.events: Generator[Event, None, None] = self._noted(transport.events())
+        self.events: Generator[AgentEvent, None, None] = self._decoded(transport.events())
 
-    def _noted(self, events: Iterator[Event]) -> Generator[Event, None, None]:
+    def _decoded(self, events: Iterator[Event | Output]) -> Generator[AgentEvent, None, None]:
         for event in events:
+            if isinstance(event, Output):
+                yield event
+                continue
             if "beat" in event:
                 self.clock.hear(float(event["beat"]), boot_clock.now_s())
-            yield event
+            try:
+                decoded = decode_event(event)
+            except MissingField as error:
+                decoded = Damaged(str(error))
+            yield decoded
 
-    def ask(self, message: Event, answer: str) -> Event:
+    def send(self, command: Command) -> None:
+        """Send a command; never raises and never blocks for long. Safe in a signal handler."""
+        self.transport.send(encode_command(command))
+
+    def ask(self, command: Command, answer: type[_A]) -> _A:
         """Send a command and wait for the event that answers it. Raises NodeError when the agent ends.
 
         The caller bounds the time, and ends the wait by `transport.kill`.
         """
-        self.transport.send(message)
+        self.send(command)
+        return self.await_answer(answer)
+
+    def await_answer(self, answer: type[_A]) -> _A:
+        """Wait for an event of this type. Raises NodeError when the agent ends."""
         for event in self.events:
-            if event.get("type") == answer:
+            if isinstance(event, answer):
                 return event
-            if event.get("type") == "damaged":
+            if isinstance(event, Damaged):
                 self.transport.kill()
-                raise NodeError(self.host, f"it sends damaged data: {event['why']}")
+                raise NodeError(self.host, f"it sends damaged data: {event.why}")
         code = self.transport.close(timeout_s=2.0)
         raise NodeError(self.host, _why_no_agent(code, self.transport.diagnostics()))
 
@@ -133,9 +173,9 @@ def connect(
         link = links[host] = Link(open_transport(host))
         if host in given_up:
             link.transport.kill()
-        answer = link.ask({"cmd": "hello", "idle_s": idle_s}, "hello")
+        answer = link.ask(Hello(idle_s), HelloAnswer)
         try:
-            return Node(link, Facts.from_event(answer))
+            return Node(link, Facts.from_event(answer.content))
         except KeyError as error:
             text = f"its zlaunch answers without {error}: install the same zlaunch as here"
             raise NodeError(host, text) from None
@@ -154,11 +194,11 @@ def connect(
 
 def _all(
     hosts: Sequence[str],
-    work: Callable[[str], Node | Event],
+    work: Callable[[str], _R],
     give_up: Callable[[str], str],
     timeout_s: float,
     say: Say = lambda what, seconds: None,
-) -> list[Node | Event | NodeError]:
+) -> list[_R | NodeError]:
     """Call `work(host)` for every host in threads, and return the results in order.
 
     A host that takes too long is given up: its thread is left in the call that it hangs in, and `give_up`
@@ -166,8 +206,8 @@ def _all(
     """
     waiting = list(reversed(hosts))
     deadlines: dict[str, float] = {}
-    outcomes: dict[str, Node | Event | NodeError] = {}
-    ended: queue.SimpleQueue[tuple[str, Node | Event | NodeError]] = queue.SimpleQueue()
+    outcomes: dict[str, _R | NodeError] = {}
+    ended: queue.SimpleQueue[tuple[str, _R | NodeError]] = queue.SimpleQueue()
 
     def run(host: str) -> None:
         try:
@@ -243,43 +283,44 @@ def find_rendezvous(
         by_host[host].link.transport.kill()
         return "the agent there does not answer"
 
-    def ask(hosts: Sequence[Node], message: Event, answer: str) -> list[Event]:
+    def ask(hosts: Sequence[Node], command: Command, answer: type[_A]) -> list[_A]:
         outcomes = _all(
             [n.host for n in hosts],
-            lambda h: by_host[h].link.ask(message, answer),
+            lambda h: by_host[h].link.ask(command, answer),
             give_up,
             timeout_s,
         )
+        answers: list[_A] = []
         for outcome in outcomes:
             if isinstance(outcome, NodeError):
                 raise outcome
-        return outcomes  # type: ignore[return-value]
+            answers.append(outcome)
+        return answers
 
-    (listening,) = ask([first], {"cmd": "listen", "port": master_port, "token": token}, "listening")
-    if listening["error"]:
+    (listening,) = ask([first], Listen(master_port, token), Listening)
+    if listening.error:
         raise NodeError(
-            first.host, f"--master_port {master_port}: {listening['error']}; leave it out for a free one"
+            first.host, f"--master_port {master_port}: {listening.error}; leave it out for a free one"
         )
-    port = int(listening["port"])
-    reached: list[Event] = []
+    port = listening.port
+    reached: list[Reached] = []
     while candidates:
-        question = {"cmd": "reach", "addresses": candidates, "port": port, "token": token}
-        reached = ask(others, question, "reached")
-        lost = [node.host for node, answer in zip(others, reached, strict=True) if not answer["address"]]
+        reached = ask(others, Reach(candidates, port, token), Reached)
+        lost = [node.host for node, answer in zip(others, reached, strict=True) if not answer.address]
         if lost:
             raise NodeError(
                 lost[0],
                 f"it cannot reach {first.host} at {' or '.join(candidates)} (port {port}): a firewall, "
                 "or the wrong network; name one with --iface or --master_addr",
             )
-        chosen = {answer["address"] for answer in reached}
+        chosen = {answer.address for answer in reached}
         if len(chosen) <= 1:
             break
         # The nodes found different ones: what remains is what a node further down the list has found.
         candidates = candidates[max(candidates.index(address) for address in chosen) :]
-    address = reached[0]["address"] if reached else candidates[0]
+    address = reached[0].address if reached else candidates[0]
     own = iface or next((name for name, addresses in known.items() if address in addresses), "")
-    return Rendezvous(address, port, (own, *(iface or str(answer["interface"]) for answer in reached)))
+    return Rendezvous(address, port, (own, *(iface or answer.interface for answer in reached)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +342,10 @@ def sweep_hosts(
     that nothing is left. A host that is down says nothing.
     """
 
-    def work(host: str) -> Event:
+    def work(host: str) -> Swept:
         link = links[host] = Link(open_transport(host))
-        about = {"sessions": lost[host].sessions, "pid_namespace": lost[host].pid_namespace}
-        return link.ask({"cmd": "sweep", "run_id": run_id, "idle_s": _SWEEP_S, **about}, "swept")
+        left = lost[host]
+        return link.ask(Sweep(run_id, left.sessions, left.pid_namespace, _SWEEP_S), Swept)
 
     def give_up(host: str) -> str:
         return "it does not answer"
@@ -314,7 +355,7 @@ def sweep_hosts(
     for link in links.values():
         link.transport.kill()
     said = zip(lost, answers, strict=True)
-    return frozenset(host for host, answer in said if isinstance(answer, dict) and answer["clean"])
+    return frozenset(host for host, answer in said if isinstance(answer, Swept) and answer.clean)
 
 
 def close_all(nodes: Sequence[Node]) -> None:
@@ -339,6 +380,12 @@ _LATE_S = 0.5
 """Seconds beyond a lease's end: for clocks that do not run alike, and for the last process to die."""
 
 
+class Silent(NamedTuple):
+    """Reports a node that has been silent for a period."""
+
+    silence_s: float
+
+
 class Heartbeat:
     """Pings every agent from its own thread, grants each its lease (Note [Lease] in `zlaunch/node/lease.py`),
     and reports those that have been silent for a period.
@@ -347,8 +394,9 @@ class Heartbeat:
     """
 
     def __init__(
-        self, links: Sequence[Link], period_s: float, events: queue.SimpleQueue[tuple[int, Event]]
+        self, links: Sequence[Link], period_s: float, events: queue.SimpleQueue[tuple[int, Any]]
     ) -> None:
+        """Watch agents; a Silent goes into `events`, with the index of its agent."""
         self._links = links
         self._period_s = period_s
         self._events = events
@@ -388,7 +436,7 @@ class Heartbeat:
                 continue
             if self.watches:
                 self._long_until[index] = boot_clock.now_s() + _PAUSE_S
-            link.transport.send({"cmd": "pause", "lease": self._grant(index)})
+            link.send(Pause(self._grant(index)))
 
     def resume(self) -> None:
         """Ping the nodes after a pause: the leases are short again."""
@@ -401,10 +449,10 @@ class Heartbeat:
         self._paused = False
         self._heard = [boot_clock.now_s()] * len(self._links)
 
-    def heard(self, index: int, event: Event | None = None) -> None:
+    def heard(self, index: int, event: AgentEvent | None = None) -> None:
         """Record that a node has sent something."""
         self._heard[index] = boot_clock.now_s()
-        if event is not None and event.get("pauses") == self._pauses:
+        if isinstance(event, Pong) and event.pauses == self._pauses:
             self._long_until[index] = 0.0  # it knows that the last pause is over
 
     def first_grant(self, index: int) -> float | None:
@@ -441,8 +489,7 @@ class Heartbeat:
     def _ping(self, index: int) -> None:
         with self._sending:
             if not self._paused and index not in self._given_up:
-                ping = {"cmd": "ping", "lease": self._grant(index), "pauses": self._pauses}
-                self._links[index].transport.send(ping)
+                self._links[index].send(Ping(self._grant(index), self._pauses))
 
     @contextmanager
     def excused(self, index: int) -> Iterator[None]:
@@ -480,4 +527,4 @@ class Heartbeat:
                 silence_s = self.silence_s(index)
                 if silence_s > self._period_s and not self._excused[index] and index not in reported:
                     reported.add(index)
-                    self._events.put((index, {"type": "silent", "silence_s": silence_s}))
+                    self._events.put((index, Silent(silence_s)))

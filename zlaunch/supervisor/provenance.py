@@ -26,11 +26,10 @@ from typing import Any
 
 from zlaunch import __version__
 from zlaunch.plan.checks import source_of
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Launch, Program
 from zlaunch.runtime.trust import Folder
 from zlaunch.supervisor.redact import redact, secret_values
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Packages
 from zlaunch.system.processes import python_module_argv, yield_to_others
 
 PROVENANCE = "provenance.json"
@@ -47,31 +46,31 @@ _SEED = re.compile(r"(?:--?)?((?:[\w.-]*[._-])?seed)(?:=(.+))?", re.IGNORECASE |
 class Provenance:
     """Writes the record of one run. It never raises, and never waits for anything slow."""
 
-    def __init__(self, options: Options, command: Sequence[str], attempt: int) -> None:
-        """Take the options of the run, and its command line without secrets."""
-        self._run_dir = Path(options.run_dir)
+    def __init__(self, launch: Launch, command: Sequence[str]) -> None:
+        """Take the launch, and its command line without secrets."""
+        self._run_dir = Path(launch.run_dir)
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._unwritten: dict[str, str] = {}
-        script = script_of(options.program, options.workdir)
+        script = script_of(launch.program, launch.workdir)
         self._text, about = _read_script(script)
-        self._code_folder = str(Path(options.workdir) if script is None else script.parent)
-        is_same = options.python == sys.executable
+        self._code_folder = str(Path(launch.workdir) if script is None else script.parent)
+        is_same = launch.python == sys.executable
         self._known: dict[str, Any] = {
             "version": VERSION,
-            "run_id": options.run_id,
-            "attempt": attempt,
+            "run_id": launch.run_id,
+            "attempt": launch.first_attempt,
             "time": time.time(),
             "zlaunch": __version__,
             "command": command,
             "cwd": os.getcwd(),
-            "workdir": options.workdir,
+            "workdir": launch.workdir,
             "script": about,
-            "seed": find_seed(options.program.args),
+            "seed": find_seed(launch.program.args),
             "python": {
-                "executable": options.python,
+                "executable": launch.python,
                 "version": ".".join(map(str, sys.version_info[:3])) if is_same else None,
             },
             "torch": None,
@@ -90,21 +89,19 @@ class Provenance:
             self._thread = threading.Thread(target=self._find_rest, args=(ask_packages,), daemon=True)
             self._thread.start()
 
-    def take_packages(self, event: Event) -> None:
+    def take_packages(self, event: Packages) -> None:
         """Write the list of packages that the agent of rank 0 has sent."""
-        lines = event.get("lines")
+        lines = event.lines
         values = secret_values(os.environ)
         with self._lock:
             if isinstance(lines, list):
                 text, _ = redact("".join(f"{line}\n" for line in lines), values)
                 self._put(PACKAGES, text.encode("utf-8", "surrogateescape"))
                 self._known["packages"] = {"file": PACKAGES, "count": len(lines)}
-                executable = event.get("executable")
-                version = event.get("python")
-                self._known["python"] = {"executable": executable, "version": version}
+                self._known["python"] = {"executable": event.executable, "version": event.python}
                 self._known["torch"] = version_in(lines, "torch")
             else:
-                self._known["packages"] = {"why": str(event.get("why", "the agent has sent no list"))}
+                self._known["packages"] = {"why": str(event.why or "the agent has sent no list")}
             self._write()
 
     @property

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.plan import LOCAL_HOST, Plan, Program
+from zlaunch.plan.options import Program
+from zlaunch.plan.plan import LOCAL_HOST, Plan
 from zlaunch.runtime.trust import Folder, UntrustedError, make_folder
 from zlaunch.runtime.world_sizes import FirstBatch
 from zlaunch.supervisor.end import End, Slot, read_slots
 from zlaunch.supervisor.redact import redact_arguments, secret_values
 from zlaunch.system import boot_clock
+from zlaunch.system.messages import MadeEngine, Saved
 from zlaunch.system.processes import pid_namespace, start_ticks
 
 # -- run record -------------------------------------------------------------------------------------
@@ -276,23 +278,23 @@ def _queued_mark(run_dir: str | Path) -> Path:
 # -- what a later attempt goes on from
 
 
-def saved(plan: Plan, event: Mapping[str, Any]) -> None:
+def saved(plan: Plan, event: Saved) -> None:
     """Record where the run has saved, in `checkpoint.json`."""
     content = {
-        "folder": event.get("folder"),
-        "tag": event.get("tag"),
-        "step": event.get("step"),
+        "folder": event.folder,
+        "tag": event.tag,
+        "step": event.step,
         "run_id": plan.run_id,
         "argv": plan.nodes[0].workers[0].argv,
         "job": os.environ.get("SLURM_JOB_ID"),
-        "time": event.get("time", time.time()),
+        "time": time.time() if event.time is None else event.time,
     }
     _write(Path(plan.run_dir) / CHECKPOINT, content)
 
 
-def made_engine(plan: Plan, attempt: int, event: Mapping[str, Any]) -> None:
+def made_engine(plan: Plan, attempt: int, event: MadeEngine) -> None:
     """Record an engine of the run's first attempt that has any, in `batches.json`."""
-    batch = _read_batch([event.get("train_batch_size"), event.get("micro_batch_size"), plan.run_world_size])
+    batch = _read_batch([event.train_batch_size, event.micro_batch_size, plan.run_world_size])
     path = Path(plan.run_dir) / _BATCHES
     if batch is None:
         return

@@ -17,7 +17,7 @@ from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor.end import SAVED_CODE, End, Slot
 from zlaunch.supervisor.nodes import Left
 from zlaunch.supervisor.run_files import log_path
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Exited, Raised
 from zlaunch.system.processes import signal_name
 from zlaunch.view.console import Console
 
@@ -293,43 +293,41 @@ class Verdict:
         """Keep the end of a rank's output for the report."""
         self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
 
-    def exception(self, event: Event) -> None:
+    def exception(self, event: Raised) -> None:
         """Record an uncaught exception: the exit code will follow."""
         now = time.monotonic()
-        rank = event["rank"]
         found = Failure(
-            rank,
-            event["host"],
+            event.rank,
+            event.host,
             now,
             "exception",
-            exception=str(event.get("exception", "")),
-            traceback=str(event.get("traceback", "")),
-            talk=str(event.get("talk", "")),
-            chose_devices=event.get("chose_devices") is True,
+            exception=str(event.exception),
+            traceback=str(event.traceback),
+            talk=str(event.talk),
+            chose_devices=event.chose_devices is True,
         )
-        self.failures.setdefault(rank, found)
+        self.failures.setdefault(event.rank, found)
         self._stop_by(now + one_event_s(found.talk))
 
-    def exit(self, event: Event) -> None:
+    def exit(self, event: Exited) -> None:
         """Record a worker's end."""
         now = time.monotonic()
-        rank = event["rank"]
-        code = event["returncode"]
-        known = self.failures.get(rank)
-        if event["after_stop"]:
+        code = event.returncode
+        known = self.failures.get(event.rank)
+        if event.after_stop:
             return  # our own doing
         if code == SAVED_CODE and self.may_have_saved and known is None:
             self._saved = True
             return
         if known is not None:
-            known = replace(known, returncode=code or None, reason=event["reason"])
+            known = replace(known, returncode=code or None, reason=event.reason)
         elif code != 0:
             kind: Literal["signal", "exit"] = "signal" if code < 0 else "exit"
-            known = Failure(rank, event["host"], now, kind, returncode=code, reason=event["reason"])
+            known = Failure(event.rank, event.host, now, kind, returncode=code, reason=event.reason)
         else:
-            self._ended_well.append((rank, event["host"]))
+            self._ended_well.append((event.rank, event.host))
             return
-        self.failures[rank] = known
+        self.failures[event.rank] = known
         # A failed collective says that another rank failed: wait for that one. Anything else is a cause.
         if not known.talk:
             self._stop_by(now)

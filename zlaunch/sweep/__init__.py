@@ -1,4 +1,5 @@
 """Many values of a script's parameters: which trials, which of them go on, and what came of them.
 
-Read ``space``, ``trials`` and ``job_array`` (as a job array of SLURM's).
+Read ``search`` (the sweep), ``space``, ``trials`` and ``queues`` (who runs the trials). ``job_array`` runs
+them in SLURM.
 """

@@ -1,12 +1,9 @@
-"""Encode and decode events between worker, agent and controller: JSON lines, each a dict with a "type".
+"""Cut the streams between worker, agent and controller into events: JSON lines, each a dict with a "type".
 
-Output of workers is the one exception, see Note [Output].
+Output of workers is the one exception, see Note [Output]. `messages.py` gives each kind of event a type.
 
-From a worker: exception, error_file (what torch's `@record` has written), metrics, checkpoint, snapshot,
-environment, standing (where it has waited for long) and result (what a program of ours hands to its command).
-The agent sends them as {"type": "script", "rank": 3, "event": {...}}: scripts can write anything to their
-pipe, which must not be taken for the agent's words. From an agent: agent, spawn, output, exit, stopping,
-error and done. To an agent: {"cmd": "kill"} and {"cmd": "stop", "grace_s": 3.0}.
+The agent sends the events of a worker as {"type": "script", "rank": 3, "event": {...}}: scripts can write
+anything to their pipe, which must not be taken for the agent's words.
 
 Note [Output]
 A worker's output travels as a header line, the raw bytes that it counts, and a newline: {"type": "output",
@@ -21,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
@@ -99,8 +96,16 @@ def encode_output(rank: int, stream: str, data: bytes) -> bytes:
     return b"".join((encode(header), data, b"\n"))
 
 
+class Output(NamedTuple):
+    """Holds what a worker has printed."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
 class AgentStream:
-    """Cuts what an agent sends into events. Those of output have the bytes as "data".
+    """Cuts what an agent sends into events and output.
 
     Where the stream is damaged (Note [Output]), the last event is of type damaged and says why.
     """
@@ -114,8 +119,8 @@ class AgentStream:
         self._has_output = False
         self.damaged = False
 
-    def feed(self, chunk: bytes) -> Iterator[Event]:
-        """Yield the events that this chunk completes."""
+    def feed(self, chunk: bytes) -> Iterator[Event | Output]:
+        """Yield what this chunk completes."""
         self._parts.append(chunk)
         self._size += len(chunk)
         if self._output is None and b"\n" not in chunk and self._size <= _LINE_LIMIT_BYTES:
@@ -124,6 +129,7 @@ class AgentStream:
             return
         data = b"".join(self._parts)
         at = 0
+        event: Event | Output | None
         while not self.damaged:
             if self._output is None:
                 end = data.find(b"\n", at)
@@ -134,7 +140,7 @@ class AgentStream:
                 end = at + self._output["bytes"]
                 if end >= len(data):
                     break
-                event = {**self._output, "data": data[at:end]}
+                event = Output(self._output["rank"], self._output["stream"], data[at:end])
                 why = "" if data[end] == _NEWLINE else "no newline follows a rank's output"
                 self._output = None
             at = end + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from zlaunch.system.events import Event
+from zlaunch.system.events import Event, Output
 
 
 class Transport(Protocol):
@@ -18,7 +18,7 @@ class Transport(Protocol):
     def send(self, message: Event) -> None:
         """Hand over a plan or a command; never raises and never blocks for long. Safe in a signal handler."""
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Output]:
         """Yield the agent's events until it is gone. Blocks; one reader thread a node runs it."""
 
     def close(self, timeout_s: float) -> int | None:

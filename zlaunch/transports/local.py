@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zlaunch.errors import NodeError
-from zlaunch.system.events import AgentStream, Event, encode
+from zlaunch.system.events import AgentStream, Event, Output, encode
 from zlaunch.system.pipes import widen
 from zlaunch.system.processes import python_module_argv, sweep
 
@@ -78,7 +78,7 @@ class LocalTransport:
             while data:
                 data = data[os.write(self._stdin.fileno(), data) :]
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Output]:
         """Yield events until the agent's stdout ends."""
         stream = AgentStream()
         with self._stdout:

@@ -23,7 +23,7 @@ from typing import Any
 import paramiko
 
 from zlaunch.errors import NodeError
-from zlaunch.system.events import AgentStream, Event, encode
+from zlaunch.system.events import AgentStream, Event, Output, encode
 from zlaunch.system.user import user_name
 from zlaunch.transports.local import LocalTransport, open_program
 
@@ -279,7 +279,7 @@ class SshTransport:
                 self._channel.sendall(data)
             self._channel.shutdown_write()
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Output]:
         """Yield events until the channel ends; lines that are not events (a noisy shell) are passed over."""
         stream = AgentStream()
         while not stream.damaged:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zlaunch.plan.checks import replace_config
 from zlaunch.runtime.trust import make_folder
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_files import EventFile
@@ -107,15 +108,6 @@ def why_no_step(console: Path) -> str:
     own = (line.strip() for line in reversed(lines) if not line.startswith("zlaunch: "))
     last = next((line for line in own if line), None)
     return "it printed nothing" if last is None else f'it printed "{last}" last'
-
-
-def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
-    """Return a command line with another config file."""
-    found = []
-    for word in command:
-        option, equals, value = word.partition("=")
-        found.append(path if word == config else f"{option}={path}" if equals and value == config else word)
-    return found
 
 
 def read_batch(folder: Path) -> BatchSizes | None:

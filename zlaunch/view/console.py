@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, BinaryIO
 
+from zlaunch.system.messages import Metrics
 from zlaunch.view.progress import RunProgress
 from zlaunch.view.screen import LineBelow, is_in_foreground, unfinished_bytes
 
@@ -144,18 +145,18 @@ class Console:
             self._next_wait_s = 2 * seconds
             self.message(f"waiting for {what} ({seconds:.0f} s)")
 
-    def metrics(self, event: Mapping[str, Any]) -> None:
+    def metrics(self, event: Metrics) -> None:
         """Show rank 0's metrics; the other ranks only add their memory to them."""
-        values = event.get("values")
+        values = event.values
         if self._quiet or not isinstance(values, dict):
             return
         memory = values.get("memory_gb")
         if isinstance(memory, (int, float)):
-            self._memory_gb[event["rank"]] = float(memory)
-        if event["rank"] != 0:
+            self._memory_gb[event.rank] = float(memory)
+        if event.rank != 0:
             return
         by_script = "engine_step" not in values
-        is_printed = event.get("printed", True) and not (self._has_bar and by_script)
+        is_printed = event.printed and not (self._has_bar and by_script)
         if is_printed and (text := self._metrics_text(values, by_script=by_script)):
             self._write("stdout", text.encode() + b"\n")
         if self._has_bar:

@@ -12,8 +12,7 @@ from zlaunch import __version__
 from zlaunch.cli.main import main
 from zlaunch.errors import NodeError
 from zlaunch.launchers.ssh import SshLauncher
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Launch, Program
 from zlaunch.supervisor.nodes import Link, Node, Rendezvous
 from zlaunch.system.machine import Facts
 
@@ -58,11 +57,10 @@ def test_without_debugpy_nothing_starts(
 
 def test_another_host_without_debugpy_is_named_before_workers_start(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n0 slots=1\nn1 slots=1\n")
-    options = Options(
+    options = Launch(
         program=Program("script", "train.py"),
         run_id="id",
         run_dir=str(tmp_path),
-        python="python",
         workdir=str(tmp_path),
         hostfile=str(tmp_path / "hosts"),
         debug_rank=1,

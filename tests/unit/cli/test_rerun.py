@@ -123,12 +123,12 @@ def test_the_run_is_started_with_its_options_in_its_folder(
 ) -> None:
     started: list[Any] = []
 
-    def launch(chosen: Any, ranks: Any, given: dict[str, Any]) -> int:
-        o = chosen.launcher.options
-        started.append((o.workdir, o.program.name, o.program.args, given["num_gpus"], tuple(sys.argv[1:])))
+    def start(chosen: Any, ranks: Any) -> int:
+        o = chosen.launcher.launch
+        started.append((o.workdir, o.program.name, o.program.args, o.num_gpus, tuple(sys.argv[1:])))
         return 7
 
-    monkeypatch.setattr("zlaunch.cli.run._launch", launch)
+    monkeypatch.setattr("zlaunch.cli.run._start", start)
     (scene.run_dir / "provenance.json").write_text(json.dumps(scene.record))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     monkeypatch.setattr(sys, "argv", ["zlaunch"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +13,16 @@ import pytest
 
 from zlaunch.errors import LaunchError
 from zlaunch.launchers.slurm import SrunTaskLauncher
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Plan, Program
+from zlaunch.plan.options import Launch, Program
+from zlaunch.plan.plan import Plan
 from zlaunch.slurm.environment import AllocatedNode, Allocation
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system.machine import Devices
 
-OPTIONS = Options(
+OPTIONS = Launch(
     program=Program("script", "train.py"),
     run_id="id",
     run_dir="/runs/id",
-    python=sys.executable,
     workdir="/work",
 )
 UNEQUAL = (

@@ -16,7 +16,7 @@ from zlaunch.node.agent import Agent, Due, Ending
 from zlaunch.node.worker import Worker
 from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.system import boot_clock
-from zlaunch.system.events import AgentStream
+from zlaunch.system.events import AgentStream, Output
 from zlaunch.system.processes import Process
 
 WORKERS = (WorkerPlan(0, 0, {}, ("x",)), WorkerPlan(1, 1, {}, ("x",)))
@@ -66,7 +66,7 @@ class Scene:
 
         self.tell({**asdict(PLAN), **changes})
 
-    def said(self) -> list[dict[str, Any]]:
+    def said(self) -> list[Any]:
         """Return the events since the last call."""
         try:
             return list(AgentStream().feed(os.read(self.events, 1 << 20)))
@@ -109,7 +109,7 @@ def test_output_and_events_go_up_with_the_workers_rank_and_others_are_dropped(sc
     scene.agent._on_output(worker, next(iter(worker.streams)))
     scene.agent._on_worker_event(worker)
     output, metrics = scene.said()
-    assert (output["rank"], output["data"]) == (0, b"caf\xc3\xa9\xff")
+    assert output == Output(0, "stdout", b"caf\xc3\xa9\xff")
     assert metrics == {"type": "script", "rank": 0, "event": {"type": "metrics", "rank": 7}}
 
 

@@ -13,6 +13,7 @@ from zlaunch.node.lease import Lease
 from zlaunch.supervisor.clock_bound import ClockBound
 from zlaunch.supervisor.nodes import _LATE_S, Heartbeat
 from zlaunch.system import boot_clock
+from zlaunch.system.messages import Start
 
 HEARTBEAT_S, GRACE_S = 15.0, 20.0
 
@@ -30,7 +31,7 @@ class Scene:
         self.down: list[tuple[float, Any]] = []
         self.up: list[tuple[float, Any]] = []
         self.link: Any
-        self.link = SimpleNamespace(clock=ClockBound(), transport=SimpleNamespace(send=self.send))
+        self.link = SimpleNamespace(clock=ClockBound(), send=self.send)
         self.heartbeat = Heartbeat([self.link], HEARTBEAT_S, queue.SimpleQueue())
         self.has_plan = False
 
@@ -51,11 +52,12 @@ class Scene:
     def deliver(self) -> None:
         while self.down and self.down[0][0] <= self.now:
             message = self.down.pop(0)[1]
-            if message["cmd"] == "plan":
-                self.lease.begin(HEARTBEAT_S, message["lease"])
+            if isinstance(message, Start):
+                assert message.lease is not None
+                self.lease.begin(HEARTBEAT_S, message.lease)
                 self.has_plan = True
             else:
-                self.lease.extend(message["lease"])
+                self.lease.extend(message.lease)
                 self.answer()
         while self.up and self.up[0][0] <= self.now:
             self.link.clock.hear(self.up.pop(0)[1], self.now)
@@ -70,7 +72,7 @@ def test_all_are_dead_when_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch,
         scene.now += 0.5
         scene.deliver()
     scene.now += scene.dice.uniform(0.0, 600.0)  # other nodes are waited for
-    scene.send({"cmd": "plan", "lease": scene.heartbeat.first_grant(0)})
+    scene.send(Start({}, scene.heartbeat.first_grant(0)))
     cut_s = scene.now + scene.dice.uniform(0.0, 100.0)
     while scene.now < cut_s:
         scene.now += HEARTBEAT_S / 4

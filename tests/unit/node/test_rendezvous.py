@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from zlaunch.node.rendezvous import Handshake
+from zlaunch.system.messages import AgentEvent, Sweep, Swept
 from zlaunch.system.processes import pid_namespace, start_ticks
 
 HIDDEN = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
-def swept(**about: Any) -> dict[str, Any]:
-    said: list[dict[str, Any]] = []
-    message = {"cmd": "sweep", "run_id": "of-no-process", "sessions": [], "pid_namespace": pid_namespace()}
-    Handshake(said.append, lambda fd, handler: None).handle({**message, **about})
+def swept(sessions: list[Any], namespace: int | None = None) -> AgentEvent:
+    said: list[AgentEvent] = []
+    namespace = pid_namespace() if namespace is None else namespace
+    command = Sweep("of-no-process", sessions, namespace)
+    Handshake(said.append, lambda fd, handler: None).handle(command)
     (answer,) = said
     return answer
 
@@ -38,12 +40,12 @@ def worker() -> Iterator[subprocess.Popen[str]]:
 
 def test_workers_are_found_by_their_session_and_ended(worker: subprocess.Popen[str]) -> None:
     sessions = [[worker.pid, start_ticks(worker.pid)]]
-    assert swept(sessions=sessions) == {"type": "swept", "count": 1, "clean": True}
+    assert swept(sessions) == Swept(1, True)
     assert worker.wait() == -9
 
 
 def test_another_process_with_that_id_is_left_alone(worker: subprocess.Popen[str]) -> None:
-    assert swept(sessions=[[worker.pid, (start_ticks(worker.pid) or 0) - 1]])["count"] == 0
+    assert swept([[worker.pid, (start_ticks(worker.pid) or 0) - 1]]) == Swept(0, True)
     assert worker.poll() is None
 
 
@@ -52,5 +54,5 @@ def test_nothing_is_certain_about_processes_that_cannot_be_seen_from_here(
     worker: subprocess.Popen[str], namespace: int
 ) -> None:
     sessions = [[worker.pid, start_ticks(worker.pid)]]
-    assert swept(sessions=sessions, pid_namespace=namespace) == {"type": "swept", "count": 0, "clean": False}
+    assert swept(sessions, namespace) == Swept(0, False)
     assert worker.poll() is None

@@ -13,6 +13,7 @@ import pytest
 from zlaunch.node import agent as module
 from zlaunch.node.agent import Uplink, take_user_input
 from zlaunch.system import boot_clock
+from zlaunch.system.messages import Command, Ping, Stop
 
 HOUR_S = 3600.0
 
@@ -29,7 +30,7 @@ class Scene:
         self.uplink = Uplink(stdin, stdout)
         self.fds = [stdin, self.commands, self.events, stdout]
 
-    def tell(self, *commands: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def tell(self, *commands: dict[str, Any]) -> list[Command] | None:
         for command in commands:
             os.write(self.commands, json.dumps(command).encode() + b"\n")
         return self.uplink.read()
@@ -55,9 +56,9 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_commands_come_whole_and_in_order_and_a_hang_up_is_told_from_nothing(scene: Scene) -> None:
     assert scene.uplink.read() == []
     os.write(scene.commands, b'{"cmd": "ping"}\n{"cmd": "st')
-    assert scene.uplink.read() == [{"cmd": "ping"}]
+    assert scene.uplink.read() == [Ping()]
     os.write(scene.commands, b'op"}\nnoise\n')
-    assert scene.uplink.read() == [{"cmd": "stop"}]
+    assert scene.uplink.read() == [Stop()]
     scene.hang_up()
     assert scene.uplink.read() is None
 

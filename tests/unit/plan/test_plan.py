@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from zlaunch.cli.main import main
-from zlaunch.plan.plan import NodeSpec, Part, Plan, Program, RunFacts, is_secret, make_plan, without_secrets
+from zlaunch.plan.options import Launch, Program
+from zlaunch.plan.plan import NodeSpec, Part, Plan, RunFacts, is_secret, make_plan, without_secrets
 from zlaunch.runtime.mesh import MeshShape
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
@@ -21,11 +22,13 @@ from zlaunch.view.plan_table import plan_table
 
 def plan(*nodes: NodeSpec, target: Program | None = None, environ: Mapping[str, str] | None = None) -> Plan:
     run = RunFacts(
-        program=target or Program("script", "train.py", ("--lr", "1e-3")),
-        run_id="id",
-        run_dir="/runs/id",
-        cwd="/work",
-        grace_s=3.0,
+        launch=Launch(
+            program=target or Program("script", "train.py", ("--lr", "1e-3")),
+            run_id="id",
+            run_dir="/runs/id",
+            workdir="/work",
+            grace_s=3.0,
+        ),
         bootstrap=("python", "-m", "boot"),
         environ=environ or {},
     )
@@ -133,11 +136,13 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
 
 def test_the_table_of_one_node_counts_those_of_other_launchers() -> None:
     run = RunFacts(
-        program=Program("script", "train.py"),
-        run_id="id",
-        run_dir="/runs/id",
-        cwd="/work",
-        grace_s=3.0,
+        launch=Launch(
+            program=Program("script", "train.py"),
+            run_id="id",
+            run_dir="/runs/id",
+            workdir="/work",
+            grace_s=3.0,
+        ),
         bootstrap=("boot",),
         environ={},
     )

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
-from zlaunch.plan.plan import NodeSpec, Part, Program, RunFacts, WorkerPlan, make_plan
+from zlaunch.plan.options import Launch, Program
+from zlaunch.plan.plan import NodeSpec, Part, RunFacts, WorkerPlan, make_plan
 
 RUN = RunFacts(
-    program=Program("script", "train.py"),
-    run_id="id",
-    run_dir="/runs/id",
-    cwd="/work",
-    grace_s=3.0,
+    launch=Launch(
+        program=Program("script", "train.py"), run_id="id", run_dir="/runs/id", workdir="/work", grace_s=3.0
+    ),
     bootstrap=("python", "-m", "boot"),
     environ={},
 )
@@ -96,7 +95,7 @@ def test_an_attempt_knows_its_number_and_where_to_go_on() -> None:
 
 
 def test_a_virtual_local_rank_is_0_and_sees_its_gpu_alone() -> None:
-    run = replace(RUN, virtual_local_rank=True)
+    run = replace(RUN, launch=replace(RUN.launch, virtual_local_rank=True))
     plan = make_plan(run, [NodeSpec("a", 2, 8, devices=("4", "6"))], master_addr="a", master_port=29500)
     found = list(plan.nodes[0].workers)
     assert of(found, "LOCAL_RANK") == ["0", "0"] and of(found, "ZLAUNCH_LOCAL_RANK") == ["0", "1"]
@@ -105,17 +104,21 @@ def test_a_virtual_local_rank_is_0_and_sees_its_gpu_alone() -> None:
 
 
 def test_one_rank_waits_for_a_debugger_and_none_gives_up_on_it() -> None:
-    run = replace(RUN, debug_rank=2, environ={})
+    run = replace(RUN, launch=replace(RUN.launch, debug_rank=2))
     nodes = [NodeSpec("a", 2, 8), NodeSpec("b", 2, 8, is_local=False)]
     plan = make_plan(run, nodes, master_addr="a", master_port=29500)
     found = [worker for node in plan.nodes for worker in node.workers]
     assert of(found, "ZLAUNCH_DEBUG") == [None, None, "b", None]
     assert of(found, "ZLAUNCH_NO_TIMEOUTS") == ["1"] * 4
     assert of(found, "TORCH_NCCL_ENABLE_MONITORING") == ["0"] * 4
-    local = make_plan(replace(run, debug_rank=1), nodes, master_addr="a", master_port=29500)
+    local = make_plan(
+        replace(run, launch=replace(RUN.launch, debug_rank=1)), nodes, master_addr="a", master_port=29500
+    )
     assert local.nodes[0].workers[1].env["ZLAUNCH_DEBUG"] == "localhost"
     with pytest.raises(LaunchError, match=r"--debug 4: there is no rank 4 among 4 worker\(s\)"):
-        make_plan(replace(run, debug_rank=4), nodes, master_addr="a", master_port=29500)
+        make_plan(
+            replace(run, launch=replace(RUN.launch, debug_rank=4)), nodes, master_addr="a", master_port=29500
+        )
 
 
 def test_the_name_of_the_role_is_the_users() -> None:

@@ -17,18 +17,21 @@ from zlaunch.supervisor.checkups import find_unhealthy
 from zlaunch.supervisor.nodes import Link, Node, connect
 from zlaunch.system.checkup import Checkup
 from zlaunch.system.gpu_health import GpuHealth, GpuReport
+from zlaunch.system.messages import AgentEvent, CheckUp, CheckUpAnswer, Command, HelloAnswer, Pong
 from zlaunch.transports.local import open_local
 from zlaunch.view.console import Console
 
+PONG = Pong("n", 0.0, 0, 0.0)
 
-def node(host: str, checkup: Checkup | None, asked: list[dict[str, Any]]) -> Node:
+
+def node(host: str, checkup: Checkup | None, asked: list[Command]) -> Node:
     """A node that answers with this checkup, or whose agent has ended."""
 
-    def ask(message: dict[str, Any], answer: str) -> dict[str, Any]:
+    def ask(command: Command, answer: type) -> AgentEvent:
         if checkup is None:
             raise NodeError(host, "the agent ended")
-        asked.append(message)
-        return {"type": "pong", "time": 0.0} if answer == "pong" else checkup.as_event()
+        asked.append(command)
+        return PONG if answer is Pong else CheckUpAnswer(checkup.as_event())
 
     link: Any = SimpleNamespace(host=host, ask=ask, transport=SimpleNamespace(kill=lambda: None))
     return Node(link, FACTS)
@@ -43,7 +46,7 @@ def find(nodes: Sequence[Node]) -> tuple[dict[str, str], str]:
 
 
 def test_bad_nodes_are_named_with_all_that_is_wrong() -> None:
-    asked: list[dict[str, Any]] = []
+    asked: list[Command] = []
     poor = replace(CHECKUP, memory_free_bytes=1 << 20, gpu_report=HOT, torch=None)
     errors, said = find([node("a", CHECKUP, asked), node("b", poor, asked), node("c", None, asked)])
     assert set(errors) == {"b", "c"} and errors["c"] == "it is not healthy: the agent ended"
@@ -51,8 +54,8 @@ def test_bad_nodes_are_named_with_all_that_is_wrong() -> None:
         "1 MiB of memory free" in errors["b"] and "GPU 1: 95 C" in errors["b"] and "torch" not in errors["b"]
     )
     assert "health of a: 64 GiB of memory and 100 GiB of disk free" in said
-    (question, _) = (message for message in asked if message["cmd"] == "checkup")
-    assert question["gpus"] == ["0", "1"] and question["workdir"] == "/data"
+    (question, _) = (command for command in asked if isinstance(command, CheckUp))
+    assert question.gpus == ["0", "1"] and question.workdir == "/data"
 
 
 def test_each_node_reports_its_gpus() -> None:
@@ -72,7 +75,8 @@ def test_each_node_reports_its_gpus() -> None:
 def test_an_agent_of_another_zlaunch_is_named_without_a_traceback(tmp_path: Path) -> None:
     link = Link(open_local("b", tmp_path / "stderr"))
     with pytest.raises(NodeError) as found:
-        link.ask({"cmd": "checkup", "workdir": "/"}, "checkup")  # as an older launcher asks
+        link.transport.send({"cmd": "checkup", "workdir": "/"})  # as an older launcher asks
+        link.await_answer(CheckUpAnswer)
     assert found.value.host == "b" and found.value.text == (
         "the agent ended with exit code 1: the launcher's zlaunch sends checkup without 'gpus': "
         "install the same zlaunch here and there"
@@ -102,10 +106,10 @@ def test_an_agent_that_does_not_understand_a_command_is_named() -> None:
 
 @pytest.mark.parametrize("change", [{"gpus": [NEWER]}, {}])
 def test_an_answer_of_another_zlaunch_is_named(change: dict[str, Any]) -> None:
-    event = {**CHECKUP.as_event(), "gpu_report": change}
+    event = CheckUpAnswer({**CHECKUP.as_event(), "gpu_report": change})
     link: Any = SimpleNamespace(
         host="b",
-        ask=lambda message, answer: {"time": 0.0} if answer == "pong" else event,
+        ask=lambda command, answer: PONG if answer is Pong else event,
         transport=SimpleNamespace(kill=lambda: None),
     )
     errors, _ = find([Node(link, FACTS)])
@@ -113,8 +117,8 @@ def test_an_answer_of_another_zlaunch_is_named(change: dict[str, Any]) -> None:
 
 
 def test_a_greeting_of_another_zlaunch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    greeting = {"type": "hello", "hostname": "b", "version": "9"}
-    monkeypatch.setattr(Link, "ask", lambda link, message, answer: greeting)
+    greeting = HelloAnswer({"type": "hello", "hostname": "b", "version": "9"})
+    monkeypatch.setattr(Link, "ask", lambda link, command, answer: greeting)
     transport: Any = SimpleNamespace(host="b", events=lambda: iter(()))
     nodes, errors = connect(["b"], lambda host: transport, 9.0)
     assert nodes == [] and [(error.host, error.text) for error in errors] == [

@@ -25,7 +25,8 @@ from zlaunch.supervisor.end import End
 from zlaunch.supervisor.nodes import Link
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
-from zlaunch.system.events import WORKER_EVENTS, Event, in_envelope
+from zlaunch.system.events import WORKER_EVENTS, Event, Output, in_envelope
+from zlaunch.system.messages import Hello, HelloAnswer, Packages
 from zlaunch.system.processes import Process
 from zlaunch.view.console import Console
 
@@ -41,15 +42,15 @@ class FakeTransport:
         self.host = host
         self.told: list[Event] = []
         self.killed = False
-        self.words: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.words: queue.SimpleQueue[Event | Output | None] = queue.SimpleQueue()
 
     def send(self, message: Event) -> None:
         self.told.append(message)
         if message.get("cmd") == "stop":
-            self.words.put({"type": "done", "host": self.host, "stays": False})
+            self.words.put({"type": "done", "host": self.host, "swept": 0, "stays": False, "time": 0.0})
             self.words.put(None)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event | Output]:
         while (event := self.words.get(timeout=self.patience_s)) is not None:
             yield event
 
@@ -92,8 +93,8 @@ class Scene:
         """Have the agent of a rank say something, in order, before the run begins."""
         for event in events:
             by_script = event["type"] in WORKER_EVENTS
-            said = in_envelope(rank, event) if by_script else {"rank": rank, "host": f"n{rank}", **event}
-            self.agents[rank].words.put(said)
+            about = {"rank": rank, "pid": 10 + rank, "host": f"n{rank}", "swept": 0, "time": 0.0}
+            self.agents[rank].words.put(in_envelope(rank, event) if by_script else {**about, **event})
 
     def end(self, rank: int, code: int = 0, **more: Any) -> None:
         """Have a worker end, and its agent stay for the launcher's word where it failed."""
@@ -392,11 +393,12 @@ def test_whatever_a_script_reports_the_run_ends_as_its_workers_do(
     "said",
     [
         {"type": "damaged", "why": "a line is no event"},
-        {"type": "output", "rank": 0, "stream": "stdout", "bytes": 1, "data": b"x"},
+        {"type": "exit", "rank": 1},
+        Output(0, "stdout", b"x"),
         {"type": "script", "rank": 7, "event": {"type": "snapshot"}},
     ],
 )
-def test_a_node_that_sends_damaged_data_is_given_up(scene: Scene, said: Event) -> None:
+def test_a_node_that_sends_damaged_data_is_given_up(scene: Scene, said: Event | Output) -> None:
     scene.agents[1].words.put(said)
     scene.agents[1].words.put({"type": "never read"})
     outcome = scene.run()
@@ -408,12 +410,12 @@ def test_damaged_data_before_the_plan_is_named() -> None:
     agent = FakeTransport("n1")
     agent.words.put({"type": "damaged", "why": "it is no header"})
     with pytest.raises(NodeError, match="it sends damaged data: it is no header"):
-        Link(agent).ask({"cmd": "hello"}, "hello")
+        Link(agent).ask(Hello(), HelloAnswer)
     assert agent.killed
 
 
 def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> None:
-    scene.say(0, {"type": "output", "stream": "stdout", "data": b"hello\n"})
+    scene.agents[0].words.put(Output(0, "stdout", b"hello\n"))
     for step in (1, 1, 2):  # the Trainer saves twice at a step of stage 3
         scene.say(0, {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": step})
     scene.end(0)
@@ -421,7 +423,11 @@ def test_output_and_events_are_written_down(scene: Scene, tmp_path: Path) -> Non
     scene.run()
     assert scene.shown().count("checkpoint t is in /saved") == 2
     assert (tmp_path / "logs" / "rank_00000.log").read_bytes() == b"hello\n"
-    assert b'"type":"checkpoint"' in (tmp_path / "events.jsonl").read_bytes()
+    written = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    saved = {"type": "checkpoint", "tag": "t", "folder": "/saved", "step": 2, "rank": 0, "host": "n0"}
+    assert any(saved.items() <= event.items() for event in written)
+    about = {"host": "n0", "rank": 0, "pid": 10, "returncode": 0, "reason": "", "after_stop": False}
+    assert {"type": "exit", **about, "time": 0.0} in written
     assert "/saved" in (tmp_path / "checkpoint.json").read_text()
     known = run_folder.read(tmp_path)
     assert known is not None and known.pid == os.getpid() and known.hosts == ("n0", "n1")
@@ -434,13 +440,13 @@ class FakeProvenance:
 
     def __init__(self) -> None:
         self.asks: list[Any] = []
-        self.taken: list[Event] = []
+        self.taken: list[Packages] = []
 
     def workers_started(self, ask: Any) -> None:
         self.asks.append(ask)
         ask()
 
-    def take_packages(self, event: Event) -> None:
+    def take_packages(self, event: Packages) -> None:
         self.taken.append(event)
 
 
@@ -454,7 +460,7 @@ def test_the_node_of_rank_0_lists_its_packages_once_all_workers_have_started(sce
     assert scene.run().code == 0
     assert len(provenance.asks) == 1
     assert [agent.commands().count("packages") for agent in scene.agents] == [1, 0]
-    assert sorted(event["lines"] for event in provenance.taken) == [["a==0"], ["a==1"]]
+    assert sorted(event.lines for event in provenance.taken) == [["a==0"], ["a==1"]]
     assert "packages" not in Path(scene.plan.run_dir, "events.jsonl").read_text()
 
 

@@ -14,6 +14,7 @@ from zlaunch.supervisor.hang import (
     read_stacks,
     where,
 )
+from zlaunch.system.messages import Exited, StandsStill
 
 BOTTOM = """  File "/opt/venv/lib/python3.11/site-packages/zlaunch/node/bootstrap.py", line 154 in _run_script
   File "<frozen runpy>", line 198 in _run_module_as_main
@@ -112,14 +113,14 @@ def test_who_is_waited_for() -> None:
     assert named([7], {}) == "rank 7"
 
 
-def stand(what: str, unfinished: Any = (), begun: Any = None) -> dict[str, Any]:
-    return {"type": "standing", "what": what, "unfinished": unfinished, "begun": begun or {}}
+def stand(what: str, unfinished: Any = None, begun: Any = None) -> StandsStill:
+    return StandsStill(0, "n", what, unfinished or [], begun or {})
 
 
-def known(**events: dict[str, Any]) -> dict[int, Stand]:
+def known(**events: StandsStill) -> dict[int, Stand]:
     found: dict[int, Stand] = {}
     for name, event in events.items():
-        note_standing(found, {**event, "rank": int(name[1:])})
+        note_standing(found, event._replace(rank=int(name[1:])))
     return found
 
 
@@ -132,7 +133,7 @@ def test_the_runtimes_own_words() -> None:
         DIFFERENT,
     ]
     assert not known(r0=stand("")), "an empty text means that it goes on"
-    assert not known(r0={"type": "standing", "what": 3}, r1=stand("x", unfinished=[["0", "one", "x"]]))
+    assert not known(r0=StandsStill(0, "n", 3), r1=stand("x", unfinished=[["0", "one", "x"]]))
 
 
 def test_ranks_that_wait_for_their_gpu() -> None:
@@ -181,7 +182,7 @@ def test_dumps_that_are_none_and_dumps_that_are_cut() -> None:
 
 def test_ranks_that_have_ended() -> None:
     watch = HangWatch(5, {0: "n1", 1: "n1", 2: "n2"})
-    watch.exited({"type": "exit", "rank": 1, "returncode": 0})
+    watch.exited(Exited("n", 1, 7, 0, "", False, 0.0))
     lines = watch.report().splitlines()
     assert lines[1] == "  rank 1 on n1 has ended with code 0"
     assert lines[2] == "  ranks 0, 2 give no answer"

@@ -11,7 +11,7 @@ import pytest
 from zlaunch.supervisor.clock_bound import ClockBound
 from zlaunch.supervisor.nodes import _PAUSE_S, Heartbeat
 from zlaunch.system import boot_clock
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Pause, Ping, Pong
 
 
 class Scene:
@@ -20,9 +20,9 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
-        self.sent: list[Event] = []
+        self.sent: list[Any] = []
         self.link: Any
-        self.link = SimpleNamespace(clock=ClockBound(), transport=SimpleNamespace(send=self.sent.append))
+        self.link = SimpleNamespace(clock=ClockBound(), send=self.sent.append)
         self.heartbeat = Heartbeat([self.link], 60.0, queue.SimpleQueue())
 
     def hear_beat(self, delay_s: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class Scene:
 
     def granted_s(self) -> float:
         """The end of the lease of the newest ping, on the launcher's clock."""
-        end: float = self.sent[-1]["lease"]
+        end: float = self.sent[-1].lease
         return end + 1000.0
 
 
@@ -98,7 +98,7 @@ def test_a_node_that_is_silent_gets_no_longer_lease(scene: Scene) -> None:
     for _ in range(5):
         scene.now += 15
         scene.heartbeat._ping(0)
-        assert scene.sent[-1]["cmd"] == "ping" and scene.granted_s() == until
+        assert isinstance(scene.sent[-1], Ping) and scene.granted_s() == until
     assert scene.heartbeat.lease_ends(0) == ends
 
 
@@ -141,13 +141,13 @@ def test_a_long_lease_for_a_launcher_that_is_stopped_ends_once_the_node_knows_th
     scene.hear_beat()
     scene.heartbeat.pause()
     until = scene.now + _PAUSE_S
-    assert scene.sent[-1]["cmd"] == "pause" and scene.granted_s() == until
+    assert scene.sent == [Pause(until - 1000.0)]
     scene.now += 500
     scene.heartbeat.resume()
-    assert scene.sent[-1]["pauses"] == 1 and scene.granted_s() == scene.now + 60.0
-    scene.heartbeat.heard(0, {"type": "pong", "pauses": 0})  # of a ping from before the pause
+    assert scene.sent[-1].pauses == 1 and scene.granted_s() == scene.now + 60.0
+    scene.heartbeat.heard(0, Pong("n", 0.0, 0, 0.0))  # of a ping from before the pause
     assert scene.heartbeat.lease_ends(0) >= until, "it may not have heard that the pause is over"
-    scene.heartbeat.heard(0, {"type": "pong", "pauses": 1})
+    scene.heartbeat.heard(0, Pong("n", 0.0, 1, 0.0))
     assert scene.heartbeat.lease_ends(0) < scene.now + 61
 
 

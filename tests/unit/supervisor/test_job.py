@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError, NodeError
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import NodePlan, Plan, Program, WorkerPlan
+from zlaunch.plan.options import Launch, Program
+from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.supervisor import checkups, run_folder
 from zlaunch.supervisor import job as module
 from zlaunch.supervisor.end import End
-from zlaunch.supervisor.job import Job, Limits, run_job
+from zlaunch.supervisor.job import Job, run_job
 from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
@@ -37,11 +38,10 @@ class FakeJob(Job):
     """A job of hosts whose agents answer at once, but for those that are down."""
 
     def __init__(self, folder: Path, hosts: Sequence[str], **options: Any) -> None:
-        self.options = Options(
+        self.launch = Launch(
             program=Program("script", "x"),
             run_id="id",
             run_dir=str(folder),
-            python="",
             workdir="/",
             **options,
         )
@@ -64,8 +64,7 @@ class FakeJob(Job):
         return nodes, [NodeError(host, "is down") for host in hosts if host in self.down]
 
     def node(self, host: str) -> Node:
-        transport = SimpleNamespace(send=lambda message: None)
-        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host), transport=transport)
+        link: Any = SimpleNamespace(host=host, end=lambda: self.ended.append(host), send=lambda command: None)
         facts: Any = None
         return Node(link, facts)
 
@@ -76,7 +75,7 @@ class FakeJob(Job):
         self.met.append(rendezvous)
         worker = WorkerPlan(0, 0, {}, ("x",))
         made = tuple(NodePlan(node.host, (worker,)) for node in nodes)
-        return Plan("id", self.options.run_dir, "", 1, made, cwd="/", grace_s=0.0)
+        return Plan("id", self.launch.run_dir, "", 1, made, cwd="/", grace_s=0.0)
 
     def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
         self.swept.append((list(lost), run_id))
@@ -116,10 +115,11 @@ class Scene:
         made.run = run
         return made
 
-    def run(self, *outcomes: Outcome | Callable[[], Outcome], **limits: Any) -> Outcome:
+    def run(self, *outcomes: Outcome | Callable[[], Outcome], **options: Any) -> Outcome:
         self.outcomes = iter(outcomes)
         console = Console([0], out=io.BytesIO(), err=self.err, terminal=False)
-        outcome = run_job(self.job, console, Limits(**limits))
+        self.job.launch = replace(self.job.launch, **options)
+        outcome = run_job(self.job, console)
         assert next(self.outcomes, None) is None, "there were fewer attempts"
         return outcome
 
@@ -131,7 +131,7 @@ class Scene:
         return None if end is None else end.code
 
     def end(self) -> End | None:
-        record = run_folder.read(self.job.options.run_dir)
+        record = run_folder.read(self.job.launch.run_dir)
         return None if record is None else record.end
 
 
@@ -298,7 +298,7 @@ def test_what_no_other_host_cures_is_refused_at_once(
     scene: MakeScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = scene("a")
-    run_folder.begun(one.job.options.run_dir, "id", ["a"], 1)
+    run_folder.begun(one.job.launch.run_dir, "id", ["a"], 1)
 
     def plan(*_: Any) -> Plan:
         raise LaunchError("--include: there is no such slot")
@@ -438,7 +438,7 @@ def sick(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_an_unhealthy_node_ends_the_run_before_a_worker_starts(scene: MakeScene, sick: set[str]) -> None:
     sick.add("b")
     one = scene("a", "b", "s")
-    outcome = one.run(checks_health=True, spares=1, min_nodes=1)
+    outcome = one.run(health=True, spares=1, min_nodes=1)
     assert outcome.end == End(2, "host refused", ("b",)) and one.attempts == []
     assert "b: it is not healthy: hot" in one.said() and "--exclude_unhealthy continues" in one.said()
     assert sorted(one.job.ended) == ["a", "b"]
@@ -450,7 +450,7 @@ def test_nobody_asks_for_the_health_without_the_option(scene: MakeScene, sick: s
 
 
 def test_unhealthy_nodes_are_left_out_as_dead_ones_are(scene: MakeScene, sick: set[str]) -> None:
-    health = {"checks_health": True, "excludes_unhealthy": True}
+    health = {"health": True, "exclude_unhealthy": True}
     sick.update(("b", "s"))
     one = scene("a", "b", "c", "s")
     assert one.run(FAILED, Outcome(0), spares=1, min_nodes=2, max_restarts=1, **health) == Outcome(0)
@@ -467,7 +467,7 @@ def test_there_is_no_restart_while_too_few_nodes_are_healthy(
 ) -> None:
     sick.update(("a", "b"))
     one = scene("a", "b")
-    outcome = one.run(min_nodes=1, max_restarts=3, checks_health=True, excludes_unhealthy=True)
+    outcome = one.run(min_nodes=1, max_restarts=3, health=True, exclude_unhealthy=True)
     assert outcome.end == End(2, "host refused", ("a", "b")) and one.attempts == []
     assert one.job.connected == ["a", "b"] and slept == []
     assert "no restart: the run needs 1 of 2 hosts, and uses no unhealthy one" in one.said()
@@ -480,7 +480,7 @@ def test_a_dead_node_beside_an_unhealthy_one_may_come_back(
     one = scene("a", "b")
     one.job.down.add("b")
     slept.act = lambda seconds: one.job.down.clear()
-    health = {"checks_health": True, "excludes_unhealthy": True}
+    health = {"health": True, "exclude_unhealthy": True}
     assert one.run(Outcome(0), min_nodes=1, max_restarts=1, **health) == Outcome(0)
     assert one.attempts == [(0, ("b",))]
 
@@ -491,7 +491,7 @@ def test_a_node_that_gets_sick_is_left_out_of_the_next_attempt(scene: MakeScene,
         return FAILED
 
     one = scene("a", "b")
-    health = {"checks_health": True, "excludes_unhealthy": True}
+    health = {"health": True, "exclude_unhealthy": True}
     assert one.run(gets_sick, Outcome(0), min_nodes=1, max_restarts=1, **health) == Outcome(0)
     assert one.attempts == [(0, ("a", "b")), (1, ("a",))]
 

@@ -14,11 +14,11 @@ import pytest
 
 from tests.limits import wait_until
 from tests.unit.supervisor.test_git_state import git
-from zlaunch.plan.options import Options
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Launch, Program
 from zlaunch.supervisor import file_hash
 from zlaunch.supervisor import provenance as module
 from zlaunch.supervisor.provenance import Provenance, find_seed, version_in
+from zlaunch.system.messages import Packages
 
 TOKEN = "hf_0a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6"
 PENDING = "not recorded: the run ended first"
@@ -40,14 +40,14 @@ class Scene:
         self, name: str = "train.py", mode: Literal["script", "module", "exec"] = "script"
     ) -> Provenance:
         program = Program(mode, name, ("--seed", "7"))
-        options = Options(
+        options = Launch(
             program=program,
             run_id="id",
             run_dir=str(self.run_dir),
-            python=sys.executable,
             workdir=str(self.folder),
+            first_attempt=2,
         )
-        return Provenance(options, ("--num_gpus=1", name, "--seed", "7"), 2)
+        return Provenance(options, ("--num_gpus=1", name, "--seed", "7"))
 
     def ask(self) -> None:
         self.asked += 1
@@ -113,13 +113,13 @@ def test_the_rest_is_found_beside_the_workers_without_secrets(
 def test_packages_of_the_workers(scene: Scene) -> None:
     made = scene.provenance()
     lines = ["numpy==2.0", f"own @ git+https://me:{TOKEN}@host/own@abc", "torch==2.6.0+cu124"]
-    made.take_packages({"type": "packages", "lines": lines, "python": "3.12.1", "executable": "/venv/python"})
+    made.take_packages(Packages("n", 0.0, "/venv/python", "3.12.1", lines))
     shown = "numpy==2.0\nown @ git+https://(not shown)@host/own@abc\ntorch==2.6.0+cu124\n"
     assert (scene.run_dir / "packages.txt").read_text() == shown
     about = scene.read()
     assert about["torch"] == "2.6.0+cu124" and about["packages"] == {"file": "packages.txt", "count": 3}
     assert about["python"] == {"executable": "/venv/python", "version": "3.12.1"}
-    made.take_packages({"type": "packages", "why": "no memory"})
+    made.take_packages(Packages("n", 0.0, why="no memory"))
     assert scene.read()["packages"] == {"why": "no memory"}
 
 
@@ -150,7 +150,7 @@ def test_a_failed_helper_and_a_full_disk_do_not_end_a_run(
     made.workers_started(scene.ask)
     assert "No such file" in scene.git()["why"]
     shutil.rmtree(scene.run_dir)
-    made.take_packages({"type": "packages", "lines": ["a==1"]})
+    made.take_packages(Packages("n", 0.0, lines=["a==1"]))
     assert sorted(made.end()) == [
         f"cannot write {scene.run_dir}/packages.txt: No such file or directory",
         f"cannot write {scene.run_dir}/provenance.json: No such file or directory",

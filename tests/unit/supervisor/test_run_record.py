@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zlaunch.plan.plan import Program
+from zlaunch.plan.options import Program
 from zlaunch.supervisor.found_runs import find_runs
 from zlaunch.supervisor.run_folder import (
     begun,
@@ -19,6 +19,7 @@ from zlaunch.supervisor.run_folder import (
     resume_folder,
     saved,
 )
+from zlaunch.system.messages import MadeEngine, Saved
 
 
 def note(
@@ -28,7 +29,7 @@ def note(
     worker = SimpleNamespace(argv=("python", "-m", "bootstrap", script, "--local_rank=0", "--config", "x"))
     nodes = [SimpleNamespace(workers=[worker])]
     plan: Any = SimpleNamespace(run_dir=str(run_dir), run_id=run_id, nodes=nodes)
-    saved(plan, {"folder": folder, "tag": "x", "step": 1, "time": time})
+    saved(plan, Saved(0, "n", "x", folder, 1, time))
     if job is not None:
         path = run_dir / "checkpoint.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "job": job}))
@@ -78,7 +79,7 @@ def test_the_batches_of_the_first_attempt_are_kept(tmp_path: Path) -> None:
     plan: Any = SimpleNamespace(run_id="id", run_dir=str(tmp_path), run_world_size=3)
     assert first_batches(str(tmp_path), "id", 1) == ()
     for attempt, size in ((0, 6), (0, 12), (1, 4), (0, "x"), (0, 0)):
-        made_engine(plan, attempt, {"train_batch_size": size, "micro_batch_size": 2})
+        made_engine(plan, attempt, MadeEngine(0, "n", size, 2))
     assert first_batches(str(tmp_path), "id", 1) == ((6, 2, 3), (12, 2, 3))
     assert first_batches(str(tmp_path), "id", 0) == ()
     assert first_batches(str(tmp_path), "other", 1) == ()

@@ -11,13 +11,13 @@ import pytest
 
 from tests.limits import FOR_EVER_S
 from zlaunch.supervisor.clock_bound import ClockBound
-from zlaunch.supervisor.nodes import Heartbeat
+from zlaunch.supervisor.nodes import Heartbeat, Silent
 from zlaunch.system import boot_clock
-from zlaunch.system.events import Event
+from zlaunch.system.messages import Command, Pause, Ping
 
 PERIOD_S = 40.0
 PAUSE_S = PERIOD_S / 4
-PING = {"cmd": "ping", "lease": None, "pauses": 0}
+PING = Ping(lease=None, pauses=0)
 """A ping to a node that has not been heard of before the run: without a lease."""
 
 
@@ -27,12 +27,9 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
-        self.events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self.sent: list[list[Event]] = [[], []]
-        links: Any = [
-            SimpleNamespace(clock=ClockBound(), transport=SimpleNamespace(send=sent.append))
-            for sent in self.sent
-        ]
+        self.events: queue.SimpleQueue[tuple[int, Silent]] = queue.SimpleQueue()
+        self.sent: list[list[Command]] = [[], []]
+        links: Any = [SimpleNamespace(clock=ClockBound(), send=sent.append) for sent in self.sent]
         self.heart = Heartbeat(links, PERIOD_S, self.events)
 
     def rounds(self, *seconds: float, first: Callable[[], object] = lambda: None) -> None:
@@ -60,7 +57,7 @@ class Scene:
         found = []
         while not self.events.empty():
             index, event = self.events.get()
-            assert event["type"] == "silent" and event["silence_s"] > PERIOD_S
+            assert event.silence_s > PERIOD_S
             found.append(index)
         return found
 
@@ -94,11 +91,11 @@ def test_a_round_that_is_a_little_late_forgives_nothing(scene: Scene) -> None:
 def test_a_paused_launcher_sends_no_pings_until_it_goes_on(scene: Scene) -> None:
     scene.heart.pause()
     scene.rounds(PAUSE_S)
-    assert [[each["cmd"] for each in sent] for sent in scene.sent] == [["pause"]] * 2
+    assert scene.sent == [[Pause(None)]] * 2
     scene.now += 2 * PERIOD_S
     scene.heart.forgive()
     scene.rounds(PAUSE_S)
-    assert [sent[1:] for sent in scene.sent] == [[{**PING, "pauses": 1}]] * 2 and scene.silent() == []
+    assert [sent[1:] for sent in scene.sent] == [[PING._replace(pauses=1)]] * 2 and scene.silent() == []
 
 
 def test_a_node_that_nobody_listens_to_is_excused_and_its_time_counts_from_then(scene: Scene) -> None:

@@ -27,6 +27,7 @@ from zlaunch.system.checkup import (
 )
 from zlaunch.system.gpu_health import GpuHealth, GpuReport
 from zlaunch.system.machine import Facts
+from zlaunch.system.messages import Listen
 from zlaunch.system.network import own_address_towards
 
 GIB = 1 << 30
@@ -253,15 +254,15 @@ def test_own_checkup_travels_as_json(tmp_path: Path) -> None:
 
 def test_node_0_can_be_asked_to_listen_again() -> None:
     """Doctor looks for a meeting place once more without the host that cannot reach it."""
-    sent: list[dict[str, Any]] = []
+    sent: list[Any] = []
     accept: list[Callable[[], object]] = []
     handshake = Handshake(sent.append, lambda _fd, handler: accept.append(handler))
     for token in ("one", "two"):
-        handshake.handle({"cmd": "listen", "port": 0, "token": token})
+        handshake.handle(Listen(0, token))
     assert sent[0] == sent[1] and len(accept) == 1
     answers: list[str | None] = []
     thread = threading.Thread(
-        target=lambda: answers.append(own_address_towards("127.0.0.1", sent[0]["port"], b"two"))
+        target=lambda: answers.append(own_address_towards("127.0.0.1", sent[0].port, b"two"))
     )
     thread.start()
     while thread.is_alive():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.system import events
-from zlaunch.system.events import AgentStream, LineBuffer, decode, encode, encode_output, in_envelope
+from zlaunch.system.events import AgentStream, LineBuffer, Output, decode, encode, encode_output, in_envelope
 
 TEXTS = st.text(alphabet=st.characters())
 EVENTS = st.lists(st.fixed_dictionaries({"type": TEXTS, "values": st.dictionaries(TEXTS, st.integers())}))
@@ -36,19 +37,19 @@ OUTPUT = st.tuples(st.integers(0, 999), st.sampled_from(["stdout", "stderr"]), s
 @given(st.lists(EVENTS | OUTPUT), st.data())
 def test_however_an_agent_s_stream_is_cut_output_is_the_same(sent: list[Any], data: st.DataObject) -> None:
     stream = b""
-    expected: list[dict[str, Any]] = []
+    expected: list[dict[str, Any] | Output] = []
     for each in sent:
         if isinstance(each, tuple):
             stream += encode_output(*each)
             rank, name, raw = each
-            expected.append({"type": "output", "rank": rank, "stream": name, "bytes": len(raw), "data": raw})
+            expected.append(Output(rank, name, raw))
         else:
             events_alone = [event for event in each if event["type"] != "output"]
             stream += b"".join(map(encode, events_alone))
             expected += events_alone
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
     agent = AgentStream()
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, Any] | Output] = []
     for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += agent.feed(stream[start:stop])
     assert found == expected and not agent.damaged
@@ -57,6 +58,10 @@ def test_however_an_agent_s_stream_is_cut_output_is_the_same(sent: list[Any], da
 def test_output_costs_no_more_bytes_than_it_has() -> None:
     data = bytes(range(256)) * 1000
     assert len(encode_output(100_000, "stderr", data)) < len(data) + 100
+
+
+def kinds_of(found: Iterable[dict[str, Any] | Output]) -> list[str]:
+    return ["output" if isinstance(event, Output) else event["type"] for event in found]
 
 
 HEADER = {"type": "output", "rank": 0, "stream": "stdout", "bytes": 5}
@@ -74,7 +79,7 @@ NEXT = encode({"type": "x"})
 def test_a_header_that_makes_no_sense_ends_the_stream(changes: dict[str, Any]) -> None:
     agent = AgentStream()
     (end,) = agent.feed(b"a noisy shell\n" + encode({**HEADER, **changes}) + NEXT)
-    assert end["type"] == "damaged" and "no header" in end["why"] and agent.damaged
+    assert kinds_of([end]) == ["damaged"] and "no header" in str(end) and agent.damaged
     assert list(agent.feed(NEXT)) == []
 
 
@@ -83,7 +88,7 @@ def test_other_words_count_as_damage_once_output_has_come(noise: bytes) -> None:
     agent = AgentStream()
     output = encode_output(0, "stdout", b"hello")
     stream = b"noise\n{}\n" + NEXT + output + NEXT + noise + NEXT + NEXT
-    kinds = [event["type"] for event in agent.feed(stream)]
+    kinds = kinds_of(agent.feed(stream))
     assert kinds == ["x", "output", "x", "damaged"]
 
 
@@ -97,8 +102,8 @@ def test_bytes_that_are_lost_or_added_end_the_stream_before_output_is_taken_for_
     for data in (*cut, whole[:at] + b"x" + whole[at:], whole[:-1]):
         agent = AgentStream()
         found = list(agent.feed(data + follows + NEXT))
-        assert [event["type"] for event in found][-1] == "damaged"
-        assert not {"done", "x"} & {event["type"] for event in found}
+        assert kinds_of(found)[-1] == "damaged"
+        assert not {"done", "x"} & set(kinds_of(found))
 
 
 def test_a_line_without_an_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +111,14 @@ def test_a_line_without_an_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) 
     agent = AgentStream()
     assert list(agent.feed(b"x" * 100)) == []
     (end,) = agent.feed(b"x")
-    assert end["type"] == "damaged" and agent.damaged
+    assert kinds_of([end]) == ["damaged"] and agent.damaged
 
 
 @pytest.mark.parametrize("inner", [None, [], {}, {"type": "done"}, {"type": ["metrics"]}])
 def test_an_envelope_holds_an_event_of_a_script(inner: Any) -> None:
     agent = AgentStream()
     (end,) = agent.feed(encode({"type": "script", "rank": 0, "event": inner}))
-    assert end["type"] == "damaged"
+    assert kinds_of([end]) == ["damaged"]
 
 
 def test_what_a_script_reports_is_put_in_a_form_that_can_be_shown() -> None:

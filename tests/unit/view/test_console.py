@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.limits import LIMIT_S
+from zlaunch.system.messages import Metrics
 from zlaunch.view.console import Console
 
 VALUES = {
@@ -78,9 +79,9 @@ def test_a_move_by_any_number_of_rows_ends_nothing() -> None:
 
 def test_metrics_are_lines_in_a_pipe() -> None:
     shown, out, _ = console(0)
-    shown.metrics({"rank": 1, "values": {"step": 10, "memory_gb": 0.42}})
-    shown.metrics({"rank": 0, "values": VALUES})
-    shown.metrics({"rank": 0, "values": {"step": 11, "loss": None}})
+    shown.metrics(Metrics(1, "n", {"step": 10, "memory_gb": 0.42}))
+    shown.metrics(Metrics(0, "n", VALUES))
+    shown.metrics(Metrics(0, "n", {"step": 11, "loss": None}))
     lines = out.getvalue().decode().splitlines()
     assert lines[0] == (
         "step 10/100 loss 2.312 lr 3.0e-04 scale 65536 norm 0.52 12345 tok/s mem 0.41 0.42 GB"
@@ -91,8 +92,8 @@ def test_metrics_are_lines_in_a_pipe() -> None:
 def test_many_ranks_have_the_range_of_their_memory_in_a_line() -> None:
     shown, out, _ = console(0)
     for rank in range(1, 9):
-        shown.metrics({"rank": rank, "values": {"step": 1, "memory_gb": rank / 10}})
-    shown.metrics({"rank": 0, "values": {"step": 1, "memory_gb": 0.4}})
+        shown.metrics(Metrics(rank, "n", {"step": 1, "memory_gb": rank / 10}))
+    shown.metrics(Metrics(0, "n", {"step": 1, "memory_gb": 0.4}))
     assert out.getvalue() == b"step 1 mem 0.10-0.80 GB\n"
 
 
@@ -124,7 +125,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
         shown = Console([0], out=terminal, err=terminal)
         event = {"type": "metrics", "rank": 0, "time": 1.0, "values": {"engine_step": 1, **VALUES}}
         shown.progress.take(event)
-        shown.metrics(event)
+        shown.metrics(Metrics(0, "n", {"engine_step": 1, **VALUES}))
         shown.waiting("torch", 7)
         shown.close()
         shown.text("end")
@@ -141,7 +142,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
 
 def test_quiet_leaves_only_the_workers() -> None:
     shown, out, err = console(0, quiet=True)
-    shown.metrics({"rank": 0, "values": VALUES})
+    shown.metrics(Metrics(0, "n", VALUES))
     shown.message("hello")
     shown.output(0, "stdout", b"x")
     assert (out.getvalue(), err.getvalue()) == (b"x", b"")
@@ -193,12 +194,10 @@ def test_closed_descriptors_are_nobody_to_write_to(monkeypatch: pytest.MonkeyPat
 
 def test_a_report_of_the_script_has_its_own_names() -> None:
     shown, out, _ = console(0)
-    shown.metrics(
-        {"rank": 0, "values": {"engine_step": 1, "step": 1, "samples_per_s": 1234.5, "memory_gb": 0.5}}
-    )
-    shown.metrics({"rank": 0, "values": {"step": 1, "val_loss": 2.25, "tokens": 5}})
-    shown.metrics({"rank": 0, "values": {"steps": 100}})
-    shown.metrics({"rank": 0, "printed": False, "values": {"engine_step": 2, "step": 2}})
+    shown.metrics(Metrics(0, "n", {"engine_step": 1, "step": 1, "samples_per_s": 1234.5, "memory_gb": 0.5}))
+    shown.metrics(Metrics(0, "n", {"step": 1, "val_loss": 2.25, "tokens": 5}))
+    shown.metrics(Metrics(0, "n", {"steps": 100}))
+    shown.metrics(Metrics(0, "n", {"engine_step": 2, "step": 2}, printed=False))
     assert out.getvalue().decode().splitlines() == [
         "step 1 1234 samples/s mem 0.50 GB",
         "step 1 mem 0.50 GB val_loss 2.25",

@@ -9,6 +9,7 @@ from typing import Any
 import pyte
 import pytest
 
+from zlaunch.system.messages import Metrics
 from zlaunch.view.console import Console
 from zlaunch.view.screen import LineBelow
 
@@ -112,7 +113,7 @@ class Shown:
         values = {"engine_step": step, "step": step, **values}
         event = {"type": "metrics", "rank": rank, "time": self.now, "printed": False, "values": values}
         self.console.progress.take(event)
-        self.console.metrics(event)
+        self.console.metrics(Metrics(rank, "n", values, printed=False))
 
     def write(self, data: bytes, after_s: float = 0.0) -> None:
         """Rank 0 writes something."""
@@ -159,7 +160,7 @@ def test_the_line_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         shown.step(1, steps=1000)
         own = {f"own_{n}": n * 1.5 for n in range(20)}
         shown.step(500, steps=1000, loss=2.5, samples_per_s=17.0, memory_gb=1.0, grad_norm=0.5, mfu=0.4)
-        shown.console.metrics({"rank": 0, "values": {"step": 500, "evil\n\x1b[2J": 1.0, **own}})
+        shown.console.metrics(Metrics(0, "n", {"step": 500, "evil\n\x1b[2J": 1.0, **own}))
         shown.write(b"x\n", after_s=0.2)
         assert len(shown.lines) == 2, columns
         if columns == 40:

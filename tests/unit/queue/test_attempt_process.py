@@ -14,7 +14,7 @@ from tests.limits import LIMIT_S
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
-from zlaunch.cli import queued
+from zlaunch.queue import attempt_process as queued
 from zlaunch.plan.plan import Plan
 from zlaunch.queue.daemon import Attempt
 from zlaunch.queue.start_request import StartRequest
@@ -24,6 +24,7 @@ from zlaunch.supervisor.end import End
 folder = Path(sys.argv[1])
 begin, end = Attempt.begin, Attempt.end
 queued.ensure_daemon = lambda folder: None
+launcher = [None]
 
 def send(signum):
     os.kill(os.getpid(), signum)
@@ -39,16 +40,16 @@ def as_begun(signum):
         begin(attempt)
         send(signum)
     Attempt.begin = begun
-    queued.zlaunch = lambda arguments: sys.exit("it was launched")
+    launcher[0] = lambda arguments: sys.exit("it was launched")
 
 def in_the_start(signum):
-    queued.zlaunch = lambda arguments: send(signum) or sys.exit("it went on")
+    launcher[0] = lambda arguments: send(signum) or sys.exit("it went on")
 
 def after_the_run(signum):
-    queued.zlaunch = lambda arguments: (run(0), send(signum))[0]
+    launcher[0] = lambda arguments: (run(0), send(signum))[0]
 
 def before_the_end(signum):
-    queued.zlaunch = lambda arguments: run(7)
+    launcher[0] = lambda arguments: run(7)
     def ended(attempt, code):
         send(signum)
         end(attempt, code)
@@ -68,7 +69,7 @@ def at_once(signum):
             send(each)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         sys.exit("it went on")
-    queued.zlaunch = run
+    launcher[0] = run
 
 codes = {}
 moments = (as_begun, in_the_start, after_the_run, before_the_end, twice)
@@ -81,9 +82,9 @@ for number, (moment, signum) in enumerate(cases):
         (folder / "launcher.json").unlink(missing_ok=True)
         about = {"folder": str(folder), "job": number, "attempt": 0, "run_id": "id", "lock": lock}
         request = StartRequest(**about, version="", path="", settings=None)
-        sys.argv[1:] = [request.as_text(), "--run_dir", str(folder), "x.py"]
         moment(signum)
-        os._exit(queued.main())
+        line = ["--run_dir", str(folder), "x.py"]
+        os._exit(queued.run_attempt(request.as_text(), line, launcher[0]))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     noted = Attempt(folder, number, 0)._read("ended").get("exit_code")
     codes[f"{moment.__name__} {signum.name}"] = status, noted

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.queue.test_store import submission
-from zlaunch.cli.sweep import LocalQueue
+from zlaunch.cli.submit import prepare_launcher
 from zlaunch.errors import LaunchError
 from zlaunch.queue.daemon import queue_folder, take_lock
 from zlaunch.queue.store import Store
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
+from zlaunch.sweep.queues import LocalQueue
 
 
 def test_a_look_costs_the_same_however_many_trials_there_are(
@@ -41,7 +42,7 @@ def test_a_look_costs_the_same_however_many_trials_there_are(
         with once(store) as base:
             yield base
 
-    queue = LocalQueue(folder)
+    queue = LocalQueue(folder, prepare_launcher)
     monkeypatch.setattr(Store, "_open", noted)
     queue.look()
     assert [queue.standing(path) for path in trials] == ["queued"] * 20
@@ -68,13 +69,13 @@ def test_a_trial_whose_folder_was_removed_is_new(tmp_path: Path, monkeypatch: py
     number = store.add(submission(run_dir=str(trial)), {})
     lock = take_lock(queue_folder())  # nobody starts a daemon
     assert lock is not None
-    LocalQueue(folder).find()
+    LocalQueue(folder, prepare_launcher).find()
     shutil.rmtree(trial)
     with pytest.raises(LaunchError, match=f"001 was removed, .* first `zlaunch cancel {number}`"):
-        LocalQueue(folder).find()  # it would run beside the new one
+        LocalQueue(folder, prepare_launcher).find()  # it would run beside the new one
     [job] = store.jobs("waiting")
     assert store.end(job, End(7, "failed"), "")
-    queue = LocalQueue(folder)
+    queue = LocalQueue(folder, prepare_launcher)
     queue.find()
     assert queue.standing(trial) == "new"
     trial.mkdir()
