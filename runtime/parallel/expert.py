@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..comm.axis import PASSES, STATES, Axis, Channel
 from ..comm.cut import Box, whole_box, whole_shape
 from ..errors import ParameterError
 from ..models import matching, own_plan, suggestion
 from ..zero import placeholder
 from ..zero.policy import LEAF_MARK
-from .axis import ExpertAxis
-from .axis import exchange_rows as exchange
+from .collectives import RowExchange, all_to_all
 
 # -- indices ----------------------------------------------------------------------------------------
 #
@@ -211,6 +212,30 @@ def _describe(member: nn.Module) -> dict[str, Any]:
     return found
 
 
+# -- axis -------------------------------------------------------------------------------------------
+#
+# Defines the collectives of the ranks that have different experts and different samples.
+
+
+TOKENS = Channel("expert", "exchanges tokens in its expert-parallel group", "expert")
+STATE = Channel("expert states", "all-gathers a parameter over its expert-parallel group", group=STATES)
+
+
+def open_expert_axis(axis: Axis) -> None:
+    """Make the process groups of the expert axis. Collective for all ranks."""
+    axis.make_group(PASSES)
+    # a state that one rank alone asks for must not meet the tokens of others
+    axis.make_group(STATES, along=["tensor"])
+
+
+def shard_of_experts(axis: Axis) -> tuple[int, Callable[[Tensor], list[Tensor]]]:
+    """Return this rank's place among the ranks that have all experts together, each sharded over the tensor
+    axis, and the function that gathers their shards of a parameter.
+    """
+    tensor = axis.comm.mesh.tensor
+    return axis.rank * tensor + axis.comm.rank % tensor, partial(axis.all_gather, channel=STATE)
+
+
 # -- forward ----------------------------------------------------------------------------------------
 #
 # Defines what a module of experts computes where each rank has some of them.
@@ -238,7 +263,7 @@ class DispatchForward:
         self,
         module: nn.Module,
         name: str,
-        axis: ExpertAxis,
+        axis: Axis,
         experts: int,
         inner: Callable[..., Tensor] | None,
     ) -> None:
@@ -272,15 +297,16 @@ class DispatchForward:
         goes = (owners.unsqueeze(-1) == torch.arange(axis.size, device=index.device)).any(1)
         token = goes.t().nonzero(as_tuple=True)[1]
         counts = goes.sum(0)
-        came = axis.exchange(counts, [1] * axis.size, [1] * axis.size)
+        came = axis.all_to_all(counts, TOKENS)
         *numbers, lowest, highest = torch.cat([counts, came, bounds(index)]).tolist()
         check_bounds(f"expert parallelism: {self.name}", lowest, highest, self.local * axis.size)
         sent = numbers[: axis.size]
         received = numbers[axis.size :]
-        wanted = axis.exchange(index[token], sent, received) - axis.place * self.local
-        rows, scales = exchange(axis, sent, received, hidden[token], weights[token])
+        wanted = axis.all_to_all(index[token], TOKENS, sent, received) - axis.rank * self.local
+        there = RowExchange(sent, received)
+        rows, scales = all_to_all(axis, TOKENS, there, hidden[token], weights[token])
         output = self._compute(rows, wanted, scales, args, kwargs)
-        (found,) = exchange(axis, received, sent, output)
+        (found,) = all_to_all(axis, TOKENS, there.inverse, output)
         whole = found.new_zeros((hidden.shape[0], *found.shape[1:]))
         return whole.index_add(0, token, found)
 
@@ -327,7 +353,7 @@ _STYLE = "ep_dispatch_experts"
 class ExpertPlan:
     """Holds what is decided about the modules of experts of a model."""
 
-    axis: ExpertAxis
+    axis: Axis
     boxes: dict[int, tuple[Box, ...]] = field(default_factory=dict)
     """The parts of each parameter of experts, by its id."""
     modules: dict[str, int] = field(default_factory=dict)
@@ -352,7 +378,8 @@ class ExpertPlan:
             self.modules[name] = total
             for key, parameter in module.named_parameters():
                 parts = (
-                    cut.pop(id(parameter), None) or (whole_box(_shape(parameter)),) * self.axis.mesh.tensor
+                    cut.pop(id(parameter), None)
+                    or (whole_box(_shape(parameter)),) * self.axis.comm.mesh.tensor
                 )
                 self.boxes[id(parameter)] = self._cut_further(f"{name}.{key}", parts, total)
             forwards[name] = DispatchForward(module, name, self.axis, total, forwards.get(name))

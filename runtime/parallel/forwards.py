@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
-from .axis import TensorAxis, enter, join, leave, split
 from .expert import by_position
+from .tensor_axis import LAYER, TensorAxis, copy_to_shards, gather_shards, sum_shards, take_shard
 
 
 class SharedForward:
@@ -46,9 +46,9 @@ class ColumnForward(SharedForward):
     """Say whether the parts are joined, and whether what is computed with a part is looked at."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        output: Tensor = self.original(enter(input, self.axis))
+        output: Tensor = self.original(copy_to_shards(input, self.axis))
         if self.gathers:
-            return join(output, self.axis)
+            return gather_shards(output, self.axis)
         self.open_own_numbers()
         if self.axis.watched is not None and self.is_followed:
             self.axis.watched.parts.note(output, self.name)
@@ -74,7 +74,7 @@ class RowForward(SharedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         self.close_own_numbers()
-        part = split(input, self.axis) if self.splits else input
+        part = take_shard(input, self.axis) if self.splits else input
         assert isinstance(self.module, nn.Linear)
         needed = self.module.in_features // self.axis.size
         if part.shape[-1] != needed:
@@ -83,7 +83,7 @@ class RowForward(SharedForward):
                 f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        output = leave(functional.linear(part, self.module.weight), self.axis)
+        output = sum_shards(functional.linear(part, self.module.weight), self.axis)
         bias = self.module.bias
         return output if bias is None else output + bias
 
@@ -106,7 +106,7 @@ class LatentForward(SharedForward):
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(input)
         latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
-        found = torch.cat([latent, enter(key, self.axis)], -1)
+        found = torch.cat([latent, copy_to_shards(key, self.axis)], -1)
         if self.axis.watched is not None:
             self.axis.watched.wholes.note_mixed(found)
         return found
@@ -126,14 +126,14 @@ class VocabularyForward(SharedForward):
         total = self.rows * self.axis.size
         elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
         output: Tensor = self.original(local.masked_fill(elsewhere, 0))
-        return leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+        return sum_shards(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
 
 class WidthForward(SharedForward):
     """Looks up this rank's columns of an embedding, and joins the parts."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        return join(self.original(input), self.axis)
+        return gather_shards(self.original(input), self.axis)
 
 
 class SummedForward(SharedForward):
@@ -142,7 +142,7 @@ class SummedForward(SharedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.original(*args, **kwargs)
         self.close_own_numbers()
-        return leave(output, self.axis)
+        return sum_shards(output, self.axis)
 
 
 class ExpertsForward(SharedForward):
@@ -152,23 +152,12 @@ class ExpertsForward(SharedForward):
         (hidden, *routing), kwargs = by_position(self.module, args, kwargs)
         if len(routing) >= 2:
             index, weights, *rest = routing
-            routing = [index, enter(weights, self.axis), *rest]
-        hidden = enter(hidden, self.axis)
+            routing = [index, copy_to_shards(weights, self.axis), *rest]
+        hidden = copy_to_shards(hidden, self.axis)
         self.open_own_numbers()
         output = self.original(hidden, *routing, **kwargs)
         self.close_own_numbers()
-        return leave(output, self.axis)
-
-
-class GradientSum:
-    """Sums a gradient over the axis, or over the group that it keeps for a use: a hook on its parameter."""
-
-    def __init__(self, axis: TensorAxis, use: Hashable = "passes") -> None:
-        self.axis = axis
-        self.use = use
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.use)
+        return sum_shards(output, self.axis)
 
 
 class VocabularyLoss:
@@ -198,15 +187,15 @@ class VocabularyLoss:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         wide = wide.reshape(-1, logits.shape[-1])
         counts = wanted != ignore_index
-        shift = self.axis.largest(wide.detach().amax(-1))
-        total = leave((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
+        shift = self.axis.max(wide.detach().amax(-1), LAYER)
+        total = sum_shards((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
         width = wide.shape[-1]
-        local = wanted - self.axis.position * width
+        local = wanted - self.axis.rank * width
         # a label of no word is nowhere else: its lookup raises, as a loss of whole logits does
         elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
         elsewhere = elsewhere | ~counts
         own = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = leave(own.masked_fill(elsewhere, 0), self.axis)
+        chosen = sum_shards(own.masked_fill(elsewhere, 0), self.axis)
         losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
         if num_items_in_batch is None:
             return losses.sum() / counts.sum()

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, pairwise
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..comm.axis import Axis
-from ..comm.collectives import Comm
+from ..comm.axis import Axis, Channel
 from ..comm.cut import Box, Cut, cut_of, mark, whole_box
-from ..comm.pending import Work, waits
 from ..errors import ParameterError
-from ..mesh import own_group
 from ..zero import placeholder
 from ..zero.tensors import tensors_in
 from ..zero.unit import owner_of
@@ -211,53 +208,18 @@ class StageCut(Cut):
         return self.spread(whole.contiguous(), self.owners[0])
 
 
-class StageAxis(Axis):
-    """Holds the ranks that have different layers of the same model."""
+_TIED = Channel(
+    "pipeline: sums gradients of tied parameters",
+    "sums gradients of tied parameters in its pipeline",
+    "pipeline",
+)
+BATCH = Channel("pipeline: compares its batch", "compares its batch in its pipeline")
+_STATE = Channel("pipeline: broadcasts a stage's state", "broadcasts a stage's state in its pipeline")
 
-    name = "pipeline"
 
-    def __init__(self, comm: Comm) -> None:
-        """Make the process groups. Collective for all ranks."""
-        super().__init__(comm)
-        self.stages = comm.mesh.pipeline
-        self.stage = comm.mesh.coordinates(comm.rank)["pipeline"]
-        self.keep_group("passes", own_group(comm, "pipeline"))
-        self.ranks = next(ranks for ranks in comm.mesh.groups("pipeline") if comm.rank in ranks)
-
-    def spread(self, tensor: Tensor, stage: int) -> Tensor:
-        """Broadcast a contiguous tensor from a stage; return it."""
-        flat = tensor.view(-1).view(torch.uint8)
-        work = dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True)
-        self.wait(work, flat, "broadcasts a stage's state")
-        return tensor
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Replace each element by the largest of the axis, in place; return it."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.wait(work, tensor, "compares its batch")
-        return tensor
-
-    def add_group(self, owners: tuple[int, ...]) -> None:
-        """Make the group of some stages. Collective for all ranks."""
-        if self.has_group(owners):
-            return
-        found: Any = None
-        for ranks in self.comm.mesh.groups("pipeline"):
-            some = [ranks[stage] for stage in owners]
-            made = self.comm.new_group(some)
-            found = made if self.comm.rank in some else found
-        self.keep_group(owners, found)
-
-    def sum_tied(self, tensor: Tensor, owners: tuple[int, ...]) -> None:
-        """Sum a tensor in place over the stages that have a parameter."""
-        self.comm._count(CHANNEL, 2 * tensor.numel())
-        work = dist.all_reduce(tensor, group=self.group_for(owners), async_op=True)
-        self.wait(work, tensor, "sums gradients of tied parameters")
-
-    def wait(self, work: Any, tensor: Tensor, what: str) -> None:
-        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
-        key = waits.next_key(self.comm.number, f"{CHANNEL}: {what}")
-        Work(work, key, f"{what} in its pipeline", tensor).wait()
+def sum_tied(tensor: Tensor, axis: Axis, owners: tuple[int, ...]) -> None:
+    """Sum a tensor in place over the stages that have a parameter."""
+    axis.sum(tensor, replace(_TIED, group=owners))
 
 
 def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
@@ -290,7 +252,7 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
     }
 
 
-def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
+def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
     """Empty the parameters of other stages, and mark all; return those that several stages have. Values are
     rank 0's already. Collective. Raises ParameterError for modules that keep statistics.
     """
@@ -310,6 +272,7 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
                 "others: change pipeline.partition so that these sets are equal or disjoint"
             )
     positions = axis.comm.mesh.tensor
+    spread = partial(axis.broadcast, channel=_STATE)
     for parameter in line.model.parameters():
         unit = owner_of(parameter)
         cut = cut_of(parameter)
@@ -320,24 +283,25 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
             parameter.data = values
         shape = tuple(parameter.shape) if cut is None else cut.shape
         stages = owners[id(parameter)]
-        is_here = axis.stage in stages
+        is_here = axis.rank in stages
         base = (whole_box(shape),) * positions if cut is None else cut.boxes
         place = axis.comm.rank % positions if cut is None else cut.position
         shared = base.count(base[place]) * len(stages)
         of_experts = cut is not None and cut.of_experts
         if is_here:
             boxes = base * len(stages)
-            place += stages.index(axis.stage) * len(base)
+            place += stages.index(axis.rank) * len(base)
         else:
             boxes = (_empty(shape),)
             place = 0
             parameter.data = parameter.detach().new_empty([0] * len(shape))
         mark(
             parameter,
-            StageCut(shape, boxes, place, None, of_experts, cut, axis.spread, stages, is_here, shared),
+            StageCut(shape, boxes, place, None, of_experts, cut, spread, stages, is_here, shared),
         )
         if len(stages) > 1:
-            axis.add_group(stages)
+            if not axis.has_group(stages):
+                axis.make_group(stages, places=stages)
             if is_here:
                 tied.append(parameter)
     keep_states_whole(line.model)

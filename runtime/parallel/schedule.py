@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from ..comm.axis import PASSES, Axis
 from ..comm.collectives import Comm
 from ..config import Config
 from ..engine import Engine, WholeSteps, loss_in, to_device
@@ -22,6 +23,7 @@ from ..zero.tensors import tensors_in
 from ..zero.unit import Unit
 from .checks import both_ways, differ, fingerprint
 from .pipeline import (
+    BATCH,
     CHANNEL,
     ROUTERS,
     ForeignValues,
@@ -30,11 +32,11 @@ from .pipeline import (
     OutsideForward,
     PartPass,
     Passes,
-    StageAxis,
     StateWatch,
     divide,
     find_line,
     leave_own,
+    sum_tied,
     trying,
     weights_of,
 )
@@ -55,7 +57,7 @@ Meta = tuple[tuple[int, ...], torch.dtype]
 class PartModule(nn.Module):
     """Computes one part of the pipeline for a micro-batch, which it finds by its number."""
 
-    def __init__(self, part: int, line: Line, passes: Passes, axis: StageAxis, call: Call) -> None:
+    def __init__(self, part: int, line: Line, passes: Passes, axis: Axis, call: Call) -> None:
         super().__init__()
         self._part = part
         self._line = line
@@ -124,7 +126,7 @@ class Stages:
         self,
         line: Line,
         passes: Passes,
-        axis: StageAxis,
+        axis: Axis,
         schedule: str,
         call: Call,
         before: Callable[[], None],
@@ -134,7 +136,7 @@ class Stages:
         self.axis = axis
         self.schedule = schedule
         self._before = before
-        own = range(axis.stage, line.parts, line.stages)
+        own = range(axis.rank, line.parts, line.stages)
         self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
         self._metas: dict[Any, list[Meta]] = {}
         self._built: tuple[Any, Any] | None = None
@@ -330,7 +332,7 @@ class StagedModel:
     """Holds the parts of an engine's pipeline."""
 
     def __init__(
-        self, line: Line, axis: StageAxis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
+        self, line: Line, axis: Axis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
     ) -> None:
         self.line = line
         self.axis = axis
@@ -369,7 +371,7 @@ class StagedModel:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros(placeholder.shape_of(parameter), dtype=wide, device=self.axis.comm.device)
             cut: Any = parameter.zlaunch_cut  # type: ignore[attr-defined]  # all of a pipeline have one
-            self.axis.sum_tied(total, cut.owners)
+            sum_tied(total, self.axis, cut.owners)
             add(unit, unit.index_of[id(parameter)], total)
 
 
@@ -483,7 +485,7 @@ class PipelineSchedule(WholeSteps):
         device = axis.comm.device
         # fingerprints of the batches travel with the number that all stages wait for in any case
         is_short = torch.full((1,), int(len(micro_batches) < count), dtype=torch.int64, device=device)
-        found = axis.largest(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]))
+        found = axis.max(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]), BATCH)
         ends, differs = torch.stack([found[0] > 0, differ(found[1:])]).tolist()
         if ends:
             raise StopIteration(
@@ -592,7 +594,8 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
         if said is not None:
             raise ParameterError(said if said == problem else f"on rank {rank}: {said}")
     assert line is not None
-    axis = StageAxis(comm)
+    axis = Axis(comm, "pipeline")
+    axis.make_group(PASSES)
     tied = leave_own(line, axis)
     if comm.rank == 0:
         sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))

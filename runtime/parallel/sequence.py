@@ -22,7 +22,10 @@ from ..log import detail, say, warn
 from ..mesh import MeshShape
 from ..models import causal_model, text_config
 from .attention import (
+    CHECK,
+    LOSS,
     NOTE,
+    SequenceAxis,
     WholeSequences,
     heads_problem,
     note_engine,
@@ -30,8 +33,8 @@ from .attention import (
     wrap_attention_function,
     wrap_mask_functions,
 )
-from .axis import SequenceAxis, total
 from .checks import SameBatch
+from .collectives import total
 
 # -- loss -------------------------------------------------------------------------------------------
 #
@@ -103,7 +106,7 @@ class SequenceTotals:
     def __call__(self, summed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         if not passes:
             return summed, count
-        return total(summed, self.axis), self.axis.sum(count)
+        return total(summed, self.axis, LOSS), self.axis.sum(count, LOSS)
 
 
 # -- forward ----------------------------------------------------------------------------------------
@@ -187,14 +190,11 @@ class SequenceForward(_Forward):
 
     def __init__(self, module: Any, axis: SequenceAxis, layers: int, *, steps_in_backward: bool) -> None:
         super().__init__(module, axis, layers)
-        first = axis.comm.mesh.groups("sequence")
-        own = next(ranks for ranks in first if axis.comm.rank in ranks)
         self._batch = SameBatch(
-            axis.comm,
-            own,
-            axis.largest,
-            f"ranks {', '.join(map(str, own))} are one sequence-parallel group but got different batches: "
-            "pass the same whole batch on each rank. Use a DistributedSampler with "
+            axis,
+            CHECK,
+            f"ranks {', '.join(map(str, axis.ranks))} are one sequence-parallel group but got different "
+            "batches: pass the same whole batch on each rank. Use a DistributedSampler with "
             "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; in the Trainer, "
             "ParallelismConfig(sp_size=...)",
             every_pass=steps_in_backward,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
 from ..comm.cut import Box, Cut, cut_of, mark
 from ..comm.nodes import divides_layers
@@ -17,14 +19,13 @@ from ..errors import ParameterError
 from ..log import counted, detail, say
 from ..models import text_config
 from ..zero.unit import owner_of
-from .axis import ExpertAxis, OwnNumbers, TensorAxis
-from .checks import Agreement, LoneUses, SameOutputs, WholeUses, uses_dropout
-from .expert import DispatchForward, ExpertPlan
+from .checks import Agreement, LoneUses, SameOutputs, uses_dropout
+from .collectives import GradientSum
+from .expert import DispatchForward, ExpertPlan, open_expert_axis, shard_of_experts
 from .forwards import (
     LINEAR,
     ColumnForward,
     ExpertsForward,
-    GradientSum,
     LatentForward,
     SharedForward,
     SummedForward,
@@ -33,6 +34,8 @@ from .forwards import (
     WidthForward,
 )
 from .plans import find_plan, keep_states_whole
+from .tensor_axis import LAYER, OwnNumbers, TensorAxis, shard_of_layer
+from .uses import WholeUses
 
 # -- decide -----------------------------------------------------------------------------------------
 #
@@ -102,7 +105,7 @@ class Decision:
                     "it. Define a class with that forward"
                 )
 
-    def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
+    def decide_on_experts(self, axis: Axis, given: Sequence[str] | None) -> None:
         """Decide which rank has which experts, after all else. Raises ParameterError."""
         self.experts = ExpertPlan(axis)
         self.experts.decide(self.model, given, self.boxes, self.forwards)
@@ -255,7 +258,7 @@ class Decision:
             self.forwards[name] = WidthForward(module, self.axis)
             return
         rows = total // size
-        first = self.axis.position * rows
+        first = self.axis.rank * rows
         self.forwards[name] = VocabularyForward(module, self.axis, first, rows)
 
     def _plan_parameter(self, module: nn.Module, key: str, name: str, style: str) -> None:
@@ -387,7 +390,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:
             work.decide_on_loss()
         if comm.experts is not None:
-            work.decide_on_experts(ExpertAxis(comm), config.expert_parallel.experts)
+            work.decide_on_experts(Axis(comm, "expert"), config.expert_parallel.experts)
         work.check_forwards()
     except ParameterError as error:
         problem = str(error)
@@ -401,13 +404,13 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     if axis.size > 1:
         has_dropout = uses_dropout(model)
         if has_dropout:
-            axis.own_numbers = OwnNumbers(axis.position, comm.device)
-        wholes = WholeUses(model, axis, _parts(work))
+            axis.own_numbers = OwnNumbers(axis.rank, comm.device)
+        wholes = WholeUses(model, axis, LAYER, _parts(work))
         uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards, wholes)
         in_backward = config.zero_optimization.step_in_backward
         agreement = Agreement(axis, has_dropout, uses, steps_in_backward=in_backward)
         model.register_forward_pre_hook(agreement, with_kwargs=True)
-        outputs = SameOutputs(axis, config.tensor_parallel.vocab_parallel_loss)
+        outputs = SameOutputs(axis, uses, config.tensor_parallel.vocab_parallel_loss)
         model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:
         _tell(work)
@@ -473,7 +476,7 @@ def apply(work: Decision) -> None:
     if work.axis.size > 1:
         work.axis.open()
     if work.experts is not None:
-        work.experts.axis.open()
+        open_expert_axis(work.experts.axis)
     _cut(work)
     for name, forward in work.forwards.items():
         forward.name = name
@@ -504,8 +507,10 @@ def _cut(work: Decision) -> None:
                 parameter.data = whole
                 continue
             of_experts = id(parameter) in among_experts
-            place = work.experts.axis if of_experts and work.experts is not None else axis
-            cut = Cut(tuple(whole.shape), boxes, place.position, place.gather_state, of_experts)
+            place, gather = shard_of_layer(axis)
+            if of_experts and work.experts is not None:
+                place, gather = shard_of_experts(work.experts.axis)
+            cut = Cut(tuple(whole.shape), boxes, place, gather, of_experts)
             parameter.data = cut.part(whole)
             mark(parameter, cut)
     for name, forward in work.forwards.items():
@@ -516,20 +521,18 @@ def _cut(work: Decision) -> None:
 
 
 def _sum_gradients(work: Decision) -> None:
-    made: set[tuple[int, ...]] = set()
     for parameter, among_equal in work.summed:
-        use: Hashable = "passes"
+        channel = LAYER
         if among_equal:
             cut = cut_of(parameter)
             assert cut is not None
             for box in dict.fromkeys(cut.boxes):
                 places = tuple(i for i, other in enumerate(cut.boxes) if other == box)
-                if places not in made:
-                    made.add(places)
-                    work.axis.make_group(places, places)
-                if work.axis.position in places:
-                    use = places
+                if not work.axis.has_group(places):
+                    work.axis.make_group(places, places=places)
+                if work.axis.rank in places:
+                    channel = replace(LAYER, group=places)
         was_trained = parameter.requires_grad
         parameter.requires_grad_()
-        parameter.register_hook(GradientSum(work.axis, use))  # type: ignore[no-untyped-call]
+        parameter.register_hook(GradientSum(work.axis, channel))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(was_trained)

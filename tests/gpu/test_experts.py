@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from zlaunch.compat.deepspeed.moe import MoE
-from zlaunch.runtime.parallel.axis import OwnNumbers
+from zlaunch.runtime.parallel.tensor_axis import OwnNumbers
 
 pytestmark = pytest.mark.gpu
 WIDTH = 64

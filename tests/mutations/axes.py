@@ -41,14 +41,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "runtime/parallel/checks.py",
-        "parameter.register_hook(GradientSum(self._axis))",
+        "runtime/parallel/uses.py",
+        "parameter.register_hook(GradientSum(self._axis, self._channel))",
         "parameter.register_hook(lambda gradient: gradient)",
         "a parameter used with parts has one rank's share of its gradient",
         (f"{_WHOLE}::test_their_gradients_are_those_of_one_process",),
     ),
     Mutation(
-        "runtime/parallel/checks.py",
+        "runtime/parallel/uses.py",
         "if each.requires_grad and not self._is_known(each):",
         "if False:",
         "whole activations meet parts without a sum",

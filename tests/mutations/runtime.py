@@ -267,7 +267,7 @@ MUTATIONS = (
         ("tests/runtime/mesh/test_links.py::test_copies_follow_values_that_are_set_by_hand",),
     ),
     Mutation(
-        "runtime/parallel/axis.py",
+        "runtime/parallel/tensor_axis.py",
         "int(torch.randint(1 << 62, ())) + self._position",
         "int(torch.randint(1 << 62, ()))",
         "dropout drops the same places of all ranks' heads",
@@ -276,9 +276,9 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "runtime/parallel/axis.py",
-        "return leave(gradient, ctx.axis), None",
-        "return gradient, None",
+        "runtime/parallel/collectives.py",
+        "return reduce_from(gradient, ctx.axis, ctx.channel), None, None",
+        "return gradient, None, None",
         "gradients before a cut layer are of one rank's part",
         ("tests/runtime/tensor_parallel/test_by_hand.py::test_plans_by_hand",),
     ),
