@@ -10,7 +10,7 @@ Note [Channels]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,10 @@ class Axis:
         """This rank's position on the axis."""
         self.last_copy: tuple[weakref.ref[Tensor], Hashable, Tensor] | None = None
         """The last value that ``parallel.collectives.copy_to`` got, when, and its copy."""
+        self.follow: Callable[[Tensor, Tensor | None], None] | None = None
+        """Gets what ``parallel.collectives`` makes: a shard and the replicated value that it comes from, or a
+        replicated value and None.
+        """
         self._groups: dict[Hashable, Any] = {}
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -125,14 +129,16 @@ class Axis:
 
     def sum(self, tensor: Tensor, channel: Channel) -> Tensor:
         """Sum a contiguous tensor in place over the ranks; return it."""
-        self._count(channel, 2 * tensor.numel())
+        if channel.counter:
+            self.comm._count(channel.counter, 2 * tensor.numel())
         group = self.group_for(channel.group)
         self._wait(dist.all_reduce(tensor, group=group, async_op=True), channel, tensor)
         return tensor
 
     def max(self, tensor: Tensor, channel: Channel) -> Tensor:
         """Replace each element of a contiguous tensor by the largest of the ranks, in place; return it."""
-        self._count(channel, 2 * tensor.numel())
+        if channel.counter:
+            self.comm._count(channel.counter, 2 * tensor.numel())
         group = self.group_for(channel.group)
         self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True), channel, tensor)
         return tensor
@@ -141,7 +147,8 @@ class Axis:
         """Return the shards of all ranks of the group, in their order. ``shard`` is contiguous."""
         group = self.group_for(channel.group)
         shards = [torch.empty_like(shard) for _ in range(group.size())]
-        self._count(channel, shard.numel() * len(shards))
+        if channel.counter:
+            self.comm._count(channel.counter, shard.numel() * len(shards))
         self._wait(dist.all_gather(shards, shard, group=group, async_op=True), channel, shard)
         return shards
 
@@ -160,7 +167,8 @@ class Axis:
             received: Number of rows from each rank; given together with ``sent``.
         """
         rows = rows.contiguous()
-        self._count(channel, rows.numel())
+        if channel.counter:
+            self.comm._count(channel.counter, rows.numel())
         total = len(rows) if received is None else sum(received)
         found = rows.new_empty((total, *rows.shape[1:]))
         work = dist.all_to_all_single(
@@ -176,16 +184,13 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, source: int, channel: Channel) -> Tensor:
         """Overwrite a contiguous tensor with the one at a position of the axis; return it."""
-        self._count(channel, tensor.numel())
+        if channel.counter:
+            self.comm._count(channel.counter, tensor.numel())
         flat = tensor.view(-1).view(torch.uint8)
         group = self.group_for(channel.group)
         work = dist.broadcast(flat, self.ranks[source], group=group, async_op=True)
         self._wait(work, channel, flat)
         return tensor
-
-    def _count(self, channel: Channel, numel: int) -> None:
-        if channel.counter:
-            self.comm._count(channel.counter, numel)
 
     def _wait(self, work: Any, channel: Channel, tensor: Tensor) -> None:
         key = waits.next_key(self.comm.number, channel.name)

@@ -106,7 +106,7 @@ _DEBUGGED_TIMEOUT_S = 20 * 86400.0
 
 
 class SharedBatch(Protocol):
-    """Compares what some ranks were given: ``same_batch.SameBatch``."""
+    """Compares what some ranks were given: ``parallel.checks.SameBatch``."""
 
     ranks: tuple[int, ...]
     complaint: str

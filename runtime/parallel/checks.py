@@ -428,6 +428,7 @@ class Agreement:
             self._passes += 1
             self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
             self._axis.watched = self._uses.activations
+            self._axis.follow = self._uses.activations.wholes.follow
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
@@ -473,6 +474,7 @@ class SameOutputs:
             self._uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own is untyped
             self._axis.watched.clear()
             self._axis.watched = None
+            self._axis.follow = None
         if self._axis.own_numbers is not None:
             self._axis.own_numbers.close()
         if output is not None and module.training and torch.is_grad_enabled():

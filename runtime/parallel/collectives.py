@@ -76,12 +76,16 @@ def copy_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
             return copy
     found: Tensor = _CopyTo.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
     axis.last_copy = weakref.ref(value), moment, found
+    if axis.follow is not None:
+        axis.follow(found, value)
     return found
 
 
 def reduce_from(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
     """Return the sum of the ranks' values."""
     found: Tensor = _ReduceFrom.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.follow is not None:
+        axis.follow(found, None)
     return found
 
 
@@ -127,6 +131,8 @@ class _ScatterTo(torch.autograd.Function):
 def gather_from(shard: Tensor, axis: Axis, channel: Channel) -> Tensor:
     """Return the ranks' shards, joined along the last dimension."""
     found: Tensor = _GatherFrom.apply(shard, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.follow is not None:
+        axis.follow(found, None)
     return found
 
 
@@ -135,6 +141,8 @@ def scatter_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
     gradient: the shard is taken without a collective.
     """
     found: Tensor = _ScatterTo.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.follow is not None:
+        axis.follow(found, value)
     return found
 
 

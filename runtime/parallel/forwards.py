@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
+from .collectives import copy_to, gather_from, reduce_from, scatter_to
 from .expert import by_position
-from .tensor_axis import LAYER, TensorAxis, copy_to_shards, gather_shards, sum_shards, take_shard
+from .tensor_axis import LAYER, TensorAxis
 
 
 class SharedForward:
@@ -46,9 +47,9 @@ class ColumnForward(SharedForward):
     """Say whether the parts are joined, and whether what is computed with a part is looked at."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        output: Tensor = self.original(copy_to_shards(input, self.axis))
+        output: Tensor = self.original(copy_to(input, self.axis, LAYER))
         if self.gathers:
-            return gather_shards(output, self.axis)
+            return gather_from(output, self.axis, LAYER)
         self.open_own_numbers()
         if self.axis.watched is not None and self.is_followed:
             self.axis.watched.parts.note(output, self.name)
@@ -74,7 +75,7 @@ class RowForward(SharedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         self.close_own_numbers()
-        part = take_shard(input, self.axis) if self.splits else input
+        part = scatter_to(input, self.axis, LAYER) if self.splits else input
         assert isinstance(self.module, nn.Linear)
         needed = self.module.in_features // self.axis.size
         if part.shape[-1] != needed:
@@ -83,7 +84,7 @@ class RowForward(SharedForward):
                 f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        output = sum_shards(functional.linear(part, self.module.weight), self.axis)
+        output = reduce_from(functional.linear(part, self.module.weight), self.axis, LAYER)
         bias = self.module.bias
         return output if bias is None else output + bias
 
@@ -106,7 +107,7 @@ class LatentForward(SharedForward):
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(input)
         latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
-        found = torch.cat([latent, copy_to_shards(key, self.axis)], -1)
+        found = torch.cat([latent, copy_to(key, self.axis, LAYER)], -1)
         if self.axis.watched is not None:
             self.axis.watched.wholes.note_mixed(found)
         return found
@@ -126,14 +127,14 @@ class VocabularyForward(SharedForward):
         total = self.rows * self.axis.size
         elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
         output: Tensor = self.original(local.masked_fill(elsewhere, 0))
-        return sum_shards(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+        return reduce_from(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis, LAYER)
 
 
 class WidthForward(SharedForward):
     """Looks up this rank's columns of an embedding, and joins the parts."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        return gather_shards(self.original(input), self.axis)
+        return gather_from(self.original(input), self.axis, LAYER)
 
 
 class SummedForward(SharedForward):
@@ -142,7 +143,7 @@ class SummedForward(SharedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.original(*args, **kwargs)
         self.close_own_numbers()
-        return sum_shards(output, self.axis)
+        return reduce_from(output, self.axis, LAYER)
 
 
 class ExpertsForward(SharedForward):
@@ -152,12 +153,12 @@ class ExpertsForward(SharedForward):
         (hidden, *routing), kwargs = by_position(self.module, args, kwargs)
         if len(routing) >= 2:
             index, weights, *rest = routing
-            routing = [index, copy_to_shards(weights, self.axis), *rest]
-        hidden = copy_to_shards(hidden, self.axis)
+            routing = [index, copy_to(weights, self.axis, LAYER), *rest]
+        hidden = copy_to(hidden, self.axis, LAYER)
         self.open_own_numbers()
         output = self.original(hidden, *routing, **kwargs)
         self.close_own_numbers()
-        return sum_shards(output, self.axis)
+        return reduce_from(output, self.axis, LAYER)
 
 
 class VocabularyLoss:
@@ -188,14 +189,14 @@ class VocabularyLoss:
         wide = wide.reshape(-1, logits.shape[-1])
         counts = wanted != ignore_index
         shift = self.axis.max(wide.detach().amax(-1), LAYER)
-        total = sum_shards((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
+        total = reduce_from((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis, LAYER)
         width = wide.shape[-1]
         local = wanted - self.axis.rank * width
         # a label of no word is nowhere else: its lookup raises, as a loss of whole logits does
         elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
         elsewhere = elsewhere | ~counts
         own = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = sum_shards(own.masked_fill(elsewhere, 0), self.axis)
+        chosen = reduce_from(own.masked_fill(elsewhere, 0), self.axis, LAYER)
         losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
         if num_items_in_batch is None:
             return losses.sum() / counts.sum()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..comm.axis import PASSES, STATES, Axis, Channel
 from ..comm.collectives import Comm
-from .collectives import copy_to, gather_from, reduce_from, scatter_to
 from .uses import ActivationUses
 
 CHECKS = "checks"
@@ -98,40 +97,3 @@ def shard_of_layer(axis: Axis) -> tuple[int, Callable[[Tensor], list[Tensor]]]:
     shards of a parameter.
     """
     return axis.rank, partial(axis.all_gather, channel=STATE)
-
-
-# -- shards -----------------------------------------------------------------------------------------
-#
-# Runs the collectives of layers, and tells those that follow activations: Note [Parts and whole values].
-
-
-def copy_to_shards(value: Tensor, axis: TensorAxis) -> Tensor:
-    """Return a replicated value, for computing with this rank's shard of a layer."""
-    found = copy_to(value, axis, LAYER)
-    if axis.watched is not None and found is not value:
-        axis.watched.wholes.note_part(found, value)
-    return found
-
-
-def sum_shards(value: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the sum of the shards' values."""
-    found = reduce_from(value, axis, LAYER)
-    if axis.watched is not None:
-        axis.watched.wholes.note_whole(found)
-    return found
-
-
-def gather_shards(value: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the shards, joined along the last dimension."""
-    found = gather_from(value, axis, LAYER)
-    if axis.watched is not None:
-        axis.watched.wholes.note_whole(found)
-    return found
-
-
-def take_shard(value: Tensor, axis: TensorAxis) -> Tensor:
-    """Return this rank's shard of a replicated value, along the last dimension."""
-    found = scatter_to(value, axis, LAYER)
-    if axis.watched is not None:
-        axis.watched.wholes.note_part(found, value)
-    return found

@@ -110,9 +110,9 @@ def _is_narrower(given: Tensor, found: Any) -> bool:
 #
 # Note [Parts and whole values]
 #     A value is whole if all ranks of the axis have the same, and a part if each has its own. What is
-#     computed with a part is one. ``copy_to_shards`` and ``take_shard`` make parts, ``sum_shards`` and
-#     ``gather_shards`` whole values; cut parameters are parts. The gradient of a whole value that meets a
-#     part in an operation is one rank's share of it: only ``copy_to_shards`` sums it. A parameter that
+#     computed with a part is one. ``copy_to`` and ``scatter_to`` make parts, ``reduce_from`` and
+#     ``gather_from`` whole values; cut parameters are parts. The gradient of a whole value that meets a
+#     part in an operation is one rank's share of it: only ``copy_to`` sums it. A parameter that
 #     meets nothing but parts gets the sum by a hook. Whatever is used in both ways, or is an activation,
 #     would need a sum of one use's gradient alone, and is refused.
 
@@ -151,6 +151,13 @@ class WholeUses:
         """Name the operation of the first use of each kind, by the id of the parameter."""
         self._summed: set[int] = set()
         self._told = 0
+
+    def follow(self, tensor: Tensor, source: Tensor | None) -> None:
+        """Note what a collective of the axis has made: a part of ``source``, or a whole value."""
+        if source is None:
+            self.note_whole(tensor)
+        else:
+            self.note_part(tensor, source)
 
     def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None:
         """Note that a tensor is this rank's part; ``source``, a whole value that has become it, has had its
