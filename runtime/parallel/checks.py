@@ -26,12 +26,12 @@ from ..zero.tensors import tensors_in
 from ..zero.unit import Unit, owner_of
 from .forwards import SharedForward
 from .tensor_axis import CHECK, TensorAxis
-from .uses import ActivationUses, PartUses, WholeUses
+from .uses import ActivationUses, ReplicatedUses, ShardUses
 
 # -- lone uses --------------------------------------------------------------------------------------
 #
-# Looks at the operations of a pass: notices those that compute with this rank's part of a parameter or
-# activation as if it were whole, and whole parameters that meet parts.
+# Looks at the operations of a pass: notices those that compute with this rank's shard of a parameter or
+# activation as if it were the full one, and replicated parameters that meet shards.
 
 
 _VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__")
@@ -43,25 +43,29 @@ _OF_PARAMETERS = (placeholder.__name__, external_writes.__name__)
 
 
 class LoneUses(TorchFunctionMode):
-    """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it, or
-    computes along a dimension of which each rank has a part. ``wholes`` follows the other parameters.
+    """Raises ParameterError where an operation uses a sharded parameter outside of the modules that know it,
+    or computes along a dimension of which each rank has a shard. ``replicated`` follows the other parameters.
     """
 
     def __init__(
-        self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any], wholes: WholeUses
+        self,
+        model: nn.Module,
+        sharded: Mapping[int, str],
+        forwards: Mapping[str, Any],
+        replicated: ReplicatedUses,
     ) -> None:
-        """``cut`` names parameters by their ids; those whose modules, or modules around them, have
+        """``sharded`` names parameters by their ids; those whose modules, or modules around them, have
         ``forwards`` of their own are watched.
         """
         super().__init__()
-        self.activations = ActivationUses(PartUses(), wholes)
+        self.activations = ActivationUses(ShardUses(), replicated)
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             around = [own for own in forwards if name == own or name.startswith(f"{own}.")]
             for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in cut and around:
-                    self._names[id(parameter)] = cut[id(parameter)]
+                if parameter is not None and id(parameter) in sharded and around:
+                    self._names[id(parameter)] = sharded[id(parameter)]
                     found = self._modules.setdefault(id(parameter), [])
                     found += [model.get_submodule(own) for own in around]
 
@@ -71,8 +75,8 @@ class LoneUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
         name = _name_of(func)
-        parts, wholes = self.activations
-        part = parts.before(name, args, kwargs or {})
+        shards, replicated = self.activations
+        shard = shards.before(name, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs or {})):
             if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
@@ -80,14 +84,14 @@ class LoneUses(TorchFunctionMode):
                     f"tensor parallelism: {name} uses {self._names[id(each)]}, which is sharded, outside "
                     "its own module: remove the module from tensor_parallel.plan"
                 )
-        if part is not None:
-            parts.after(name, part, found)
+        if shard is not None:
+            shards.after(name, shard, found)
         if name not in _HARMLESS:
-            wholes.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
+            replicated.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
         return found
 
     def _knows(self, identity: int) -> bool:
-        """Tell whether the present call is the runtime's, or inside of a module that computes with parts."""
+        """Tell whether the present call is the runtime's, or inside of a module that computes with shards."""
         frame = sys._getframe(2)
         is_first = True
         while frame is not None:
@@ -123,9 +127,9 @@ def _name_of(func: Any) -> str:
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
 
-# -- whole values -----------------------------------------------------------------------------------
+# -- replicated values ------------------------------------------------------------------------------
 #
-# Checks that parameters which each rank has whole stay equal on the ranks that share layers.
+# Checks that replicated parameters stay equal on the ranks that share layers.
 
 
 _FIRST = 3
@@ -133,9 +137,9 @@ _TOLERANCE = 1e-3
 """Is far above what GPUs that round differently do, and far below what another gradient does."""
 
 
-class WholeValues:
-    """Compares whole parameters after the first steps, and then after four times as many: a whole
-    parameter that a model uses on parts of activations has another gradient on each rank.
+class ReplicatedValues:
+    """Compares replicated parameters after the first steps, and then after four times as many: a replicated
+    parameter that a model uses on shards of activations has another gradient on each rank.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -152,7 +156,7 @@ class WholeValues:
         names = []
         sums = []
         with torch.no_grad():
-            for name, values in _whole(model):
+            for name, values in _replicated(model):
                 wide = values.detach().double()
                 names.append(name)
                 sums.append(torch.stack([wide.sum(), wide.abs().sum()]))
@@ -174,16 +178,16 @@ class WholeValues:
                 )
 
 
-def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters that are not cut, or a sharded unit's part of them, by name; not what is
-    offloaded, which a step in the background may still write.
+def _replicated(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the trained parameters that are replicated, or a sharded unit's shard of them, by name; not what
+    is offloaded, which a step in the background may still write.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         cut = cut_of(parameter)
         unit = owner_of(parameter)
-        is_whole = cut is None or len(set(cut.boxes)) == 1
-        if not is_whole or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
+        is_replicated = cut is None or len(set(cut.boxes)) == 1
+        if not is_replicated or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
             continue
         if not unit.shard_params:
             found[id(parameter)] = name, parameter
@@ -397,7 +401,7 @@ class Agreement:
         self._has_dropout = has_dropout
         self._uses = uses
         self._passes = 0
-        self._values = WholeValues(axis)
+        self._values = ReplicatedValues(axis)
         ranks = f"{axis.ranks[0]} to {axis.ranks[-1]}"
         self._batch = SameBatch(
             axis,
@@ -410,7 +414,7 @@ class Agreement:
         )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError if the ranks have different batches, or whole parameters.
+        """Raise RankMismatchError if the ranks have different batches, or replicated parameters.
 
         Batches of passes that train are checked here or at the step; at once those in evaluation or without
         gradients, which one rank may make alone, or with words that each rank has drawn for itself.
@@ -419,8 +423,8 @@ class Agreement:
         self._batch.check((args, kwargs), always=is_alone)
         if not is_alone:
             self._values.check(module)
-        if self._axis.own_numbers is not None:
-            self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
+        if self._axis.shard_rng is not None:
+            self._axis.shard_rng.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
         is_first = self._passes < _FIRST and self._axis.watched is None  # not inside of another's pass
@@ -428,7 +432,7 @@ class Agreement:
             self._passes += 1
             self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
             self._axis.watched = self._uses.activations
-            self._axis.follow = self._uses.activations.wholes.follow
+            self._axis.follow = self._uses.activations.replicated.follow
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
@@ -475,13 +479,13 @@ class SameOutputs:
             self._axis.watched.clear()
             self._axis.watched = None
             self._axis.follow = None
-        if self._axis.own_numbers is not None:
-            self._axis.own_numbers.close()
+        if self._axis.shard_rng is not None:
+            self._axis.shard_rng.close()
         if output is not None and module.training and torch.is_grad_enabled():
-            self._outputs.check(list(self._wholes(output)))
+            self._outputs.check(list(self._replicated(output)))
 
-    def _wholes(self, output: Any) -> Iterator[Tensor]:
-        """Yield the tensors of an output that each rank has whole."""
+    def _replicated(self, output: Any) -> Iterator[Tensor]:
+        """Yield the tensors of an output that are replicated."""
         if isinstance(output, Mapping):  # of Hugging Face; each rank has its own heads'
             output = [
                 value

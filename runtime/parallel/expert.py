@@ -355,7 +355,7 @@ class ExpertPlan:
 
     axis: Axis
     boxes: dict[int, tuple[Box, ...]] = field(default_factory=dict)
-    """The parts of each parameter of experts, by its id."""
+    """The shards of each parameter of experts, by its id."""
     modules: dict[str, int] = field(default_factory=dict)
     """The number of experts of each module, by its name."""
     settings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
@@ -365,23 +365,24 @@ class ExpertPlan:
         self,
         model: nn.Module,
         given: Sequence[str] | None,
-        cut: dict[int, tuple[Box, ...]],
+        sharded: dict[int, tuple[Box, ...]],
         forwards: dict[str, Any],
     ) -> None:
-        """Decide about all modules of experts. ``cut`` and ``forwards`` are what tensor parallelism has
-        decided: its parts of experts' parameters are cut further, and its forwards serve this rank's experts.
+        """Decide about all modules of experts. ``sharded`` and ``forwards`` are what tensor parallelism has
+        decided: its shards of experts' parameters are split further, and its forwards serve this rank's
+        experts.
 
-        Raises ParameterError for a model without such modules, and for parameters that cannot be cut.
+        Raises ParameterError for a model without such modules, and for parameters that cannot be sharded.
         """
         for name, module in _find(model, given).items():
             total = self._count(name, module)
             self.modules[name] = total
             for key, parameter in module.named_parameters():
-                parts = (
-                    cut.pop(id(parameter), None)
+                shards = (
+                    sharded.pop(id(parameter), None)
                     or (whole_box(_shape(parameter)),) * self.axis.comm.mesh.tensor
                 )
-                self.boxes[id(parameter)] = self._cut_further(f"{name}.{key}", parts, total)
+                self.boxes[id(parameter)] = self._split_further(f"{name}.{key}", shards, total)
             forwards[name] = DispatchForward(module, name, self.axis, total, forwards.get(name))
             self.settings += [
                 (module, key, total // self.axis.size)
@@ -414,14 +415,14 @@ class ExpertPlan:
             )
         return total
 
-    def _cut_further(self, name: str, parts: tuple[Box, ...], total: int) -> tuple[Box, ...]:
+    def _split_further(self, name: str, shards: tuple[Box, ...], total: int) -> tuple[Box, ...]:
         step = total // self.axis.size
-        if any(part[0] != ((0, total),) for part in parts):
+        if any(shard[0] != ((0, total),) for shard in shards):
             raise ParameterError(f"expert parallelism: tensor parallelism already shards {name} by experts")
         return tuple(
-            (((place * step, (place + 1) * step),), *part[1:])
+            (((place * step, (place + 1) * step),), *shard[1:])
             for place in range(self.axis.size)
-            for part in parts
+            for shard in shards
         )
 
     def _refuse_shared(self, model: nn.Module) -> None:

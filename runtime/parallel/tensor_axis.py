@@ -21,17 +21,18 @@ STATE = Channel("tensor states", "all-gathers a parameter over its tensor-parall
 """Are the collectives of layers, counted as twice the elements of their sums and once those of their gathers;
 of checks; and of parameters that are gathered."""
 
-# -- own numbers ------------------------------------------------------------------------------------
+# -- random numbers ---------------------------------------------------------------------------------
 #
 # Gives ranks that share layers different random numbers where they have different activations.
 
 
-class OwnNumbers:
-    """Seeds the generators of the CPU and the device with a seed of this rank's own between a layer that is
-    cut by columns and the next that is cut by rows, so that dropout drops other places of other heads.
+class ShardRng:
+    """Seeds the generators of the CPU and the device differently on each rank of the axis, between a layer
+    that is sharded by columns and the next that is sharded by rows: dropout then drops other places of other
+    heads.
 
-    The seed is drawn from the state that all ranks of the axis have, which goes on afterwards: a
-    recomputation from that state draws the same.
+    The seed is drawn from the state that all ranks of the axis have, which is restored afterwards. So a
+    recomputation from that state draws the same numbers.
     """
 
     def __init__(self, position: int, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class OwnNumbers:
         self._outside: list[torch.Tensor] | None = None
 
     def open(self) -> None:
-        """Begin with the own numbers, unless they have begun."""
+        """Seed the generators for this rank, unless they are already."""
         if self._is_inside():
             return
         self._seed = int(torch.randint(1 << 62, ())) + self._position
@@ -52,7 +53,7 @@ class OwnNumbers:
             torch.cuda.manual_seed(self._seed)  # of the current device, which is this one
 
     def close(self) -> None:
-        """Go on with the numbers of all ranks, if the own ones have begun."""
+        """Restore the state that all ranks have, if the generators are seeded for this rank."""
         if self._is_inside() and self._outside is not None:
             torch.set_rng_state(self._outside[0])
             if self._device.type == "cuda":
@@ -60,8 +61,8 @@ class OwnNumbers:
         self._outside = None
 
     def _is_inside(self) -> bool:
-        """Tell whether the own numbers are drawn now: a recomputation that ended early, or an exception, may
-        have left without :meth:`close`, and somebody else has restored the state.
+        """Tell whether the generators are seeded for this rank: a recomputation that ended early, or an
+        exception, may have left without :meth:`close`, and somebody else has restored the state.
         """
         return self._outside is not None and torch.default_generator.initial_seed() == self._seed
 
@@ -77,8 +78,8 @@ class TensorAxis(Axis):
         super().__init__(comm, "tensor")
         self.watched: ActivationUses | None = None
         """Follows the activations of the pass that is going on, in the first passes."""
-        self.own_numbers: OwnNumbers | None = None
-        """Seeds what modules between cut layers draw, where a model has dropout."""
+        self.shard_rng: ShardRng | None = None
+        """Seeds what modules between sharded layers draw; None without dropout."""
 
     def open(self) -> None:
         """Make the process groups: what a rank may wrongly do alone (states, checks) never meets what others

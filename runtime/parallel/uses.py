@@ -16,9 +16,9 @@ from ..errors import ParameterError
 from ..log import say
 from .collectives import GradientSum
 
-# -- part uses --------------------------------------------------------------------------------------
+# -- shard uses -------------------------------------------------------------------------------------
 #
-# Notices operations across the last dimension of activations of which each rank has a part.
+# Notices operations across the last dimension of activations of which each rank has a shard.
 
 
 _ALL = "all"
@@ -35,43 +35,43 @@ _DIMS: dict[str, tuple[int, Any]] = {
 _CUT = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "unbind", "select", "index_select")
 _RESHAPE = ("view", "reshape", "flatten", "squeeze", "contiguous")
 _MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
-"""Name products, whose results are no parts."""
+"""Name products, whose results are no shards."""
 
 
-class PartUses:
-    """Follows outputs of layers that are cut by columns through element-wise operations."""
+class ShardUses:
+    """Follows outputs of layers that are sharded by columns through element-wise operations."""
 
     def __init__(self) -> None:
-        self._parts: Any = WeakTensorKeyDictionary()
-        """Maps a part to the name of the layer whose output it comes from."""
+        self._shards: Any = WeakTensorKeyDictionary()
+        """Maps a shard to the name of the layer whose output it comes from."""
 
     def note(self, output: Tensor, name: str) -> None:
-        """Note that a tensor is this rank's part of a layer's output."""
-        self._parts[output] = name
+        """Note that a tensor is this rank's shard of a layer's output."""
+        self._shards[output] = name
 
     def clear(self) -> None:
-        """Forget all parts."""
-        self._parts.clear()
+        """Forget all shards."""
+        self._shards.clear()
 
     def before(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the part that an operation is given, if any. Raises ParameterError if it computes along the
-        dimension that is cut.
+        """Return the shard that an operation is given, if any. Raises ParameterError if it computes along the
+        dimension that is sharded.
         """
-        given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._parts), None)
+        given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._shards), None)
         if given is not None and _is_along_last(name, given, args, kwargs):
             raise self._refused(name, given)
         return given
 
     def after(self, name: str, given: Tensor, found: Any) -> None:
-        """Follow an operation on a part. Raises ParameterError if it has taken some of it."""
+        """Follow an operation on a shard. Raises ParameterError if it has taken some of it."""
         if name in _CUT and _is_narrower(given, found):
             raise self._refused(name, given)
         for each in tree_leaves(found):
             if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
-                self._parts[each] = self._parts[given]
+                self._shards[each] = self._shards[given]
 
     def _refused(self, name: str, given: Tensor) -> ParameterError:
-        layer = self._parts[given]
+        layer = self._shards[given]
         more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
         return ParameterError(
             f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
@@ -91,7 +91,7 @@ def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
 
 
 def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
-    """Tell whether a result is a part as what was given is; heads are no parts, nor is a single one."""
+    """Tell whether a result is a shard as what was given is; heads are no shards, nor is a single one."""
     if name in _RESHAPE and 0 < found.dim() <= given.dim():
         return found.shape[-1] == given.shape[-1]
     return found.shape == given.shape
@@ -104,20 +104,20 @@ def _is_narrower(given: Tensor, found: Any) -> bool:
     )
 
 
-# -- whole uses -------------------------------------------------------------------------------------
+# -- replicated uses --------------------------------------------------------------------------------
 #
-# Finds whole parameters that are used with parts of activations, and sums their gradients over the ranks.
+# Finds replicated parameters that are used with shards of activations, and sums their gradients.
 #
-# Note [Parts and whole values]
-#     A value is whole if all ranks of the axis have the same, and a part if each has its own. What is
-#     computed with a part is one. ``copy_to`` and ``scatter_to`` make parts, ``reduce_from`` and
-#     ``gather_from`` whole values; cut parameters are parts. The gradient of a whole value that meets a
-#     part in an operation is one rank's share of it: only ``copy_to`` sums it. A parameter that
-#     meets nothing but parts gets the sum by a hook. Whatever is used in both ways, or is an activation,
-#     would need a sum of one use's gradient alone, and is refused.
+# Note [Shards and replicated values]
+#     A value is replicated if all ranks of the axis have the same, and a shard if each has its own. What is
+#     computed with a shard is one. ``copy_to`` and ``scatter_to`` make shards, ``reduce_from`` and
+#     ``gather_from`` replicated values; sharded parameters are shards. The gradient of a replicated value
+#     that meets a shard in an operation is one rank's share of it: only ``copy_to`` sums it. A parameter
+#     that meets nothing but shards gets the sum by a hook. Whatever is used in both ways, or is an
+#     activation, would need a sum of one use's gradient alone, and is refused.
 
 
-_PART = "part"
+_SHARD = "shard"
 _MIXED = "mixed"
 _SHOWN = 3
 _ASSIGNS = "__setitem__"
@@ -127,59 +127,59 @@ _ADVICE = (
 )
 
 
-class WholeUses:
-    """Follows the parts through the operations of a pass."""
+class ReplicatedUses:
+    """Follows the shards through the operations of a pass."""
 
-    def __init__(self, model: nn.Module, axis: Axis, channel: Channel, parts: Collection[int]) -> None:
-        """Gradients are summed over ``axis`` in ``channel``. ``parts`` has the ids of parameters whose
-        gradients need no sum, or have one: each rank has a part of them, or the plan says so.
+    def __init__(self, model: nn.Module, axis: Axis, channel: Channel, shards: Collection[int]) -> None:
+        """Gradients are summed over ``axis`` in ``channel``. ``shards`` has the ids of parameters whose
+        gradients need no sum, or have one: each rank has a shard of them, or the plan says so.
         """
         self._axis = axis
         self._channel = channel
-        self._own_parts = frozenset(parts)
+        self._sharded = frozenset(shards)
         self._parameters = {
             id(parameter): (name, parameter)
             for name, parameter in model.named_parameters()
-            if id(parameter) not in self._own_parts
+            if id(parameter) not in self._sharded
         }
         self._kinds: Any = WeakTensorKeyDictionary()
-        """Maps a tensor that is no whole value to its kind."""
+        """Maps a tensor that is no replicated value to its kind."""
         self._made_of: Any = WeakTensorKeyDictionary()
-        """Maps a tensor that is computed from whole parameters alone to their ids."""
-        self._with_parts: dict[int, str] = {}
-        self._with_whole: dict[int, str] = {}
+        """Maps a tensor that is computed from replicated parameters alone to their ids."""
+        self._with_shards: dict[int, str] = {}
+        self._with_replicated: dict[int, str] = {}
         """Name the operation of the first use of each kind, by the id of the parameter."""
         self._summed: set[int] = set()
         self._told = 0
 
     def follow(self, tensor: Tensor, source: Tensor | None) -> None:
-        """Note what a collective of the axis has made: a part of ``source``, or a whole value."""
+        """Note what a collective of the axis has made: a shard of ``source``, or a replicated value."""
         if source is None:
-            self.note_whole(tensor)
+            self.note_replicated(tensor)
         else:
-            self.note_part(tensor, source)
+            self.note_shard(tensor, source)
 
-    def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None:
-        """Note that a tensor is this rank's part; ``source``, a whole value that has become it, has had its
-        gradient summed.
+    def note_shard(self, tensor: Tensor, source: Tensor | None = None) -> None:
+        """Note that a tensor is this rank's shard; ``source``, a replicated value that has become it, has
+        had its gradient summed.
         """
-        self._kinds[tensor] = _PART
+        self._kinds[tensor] = _SHARD
         if source is not None:
-            self._use(self._origins(source), self._with_whole, "a sharded layer")
+            self._use(self._origins(source), self._with_replicated, "a sharded layer")
 
     def note_mixed(self, tensor: Tensor) -> None:
-        """Note that some elements of a tensor are parts, and some whole: its uses are not looked at."""
+        """Note that some elements of a tensor are shards, and some replicated: its uses are not looked at."""
         self._kinds[tensor] = _MIXED
 
-    def note_whole(self, tensor: Tensor) -> None:
-        """Note that a tensor is a whole value."""
+    def note_replicated(self, tensor: Tensor) -> None:
+        """Note that a tensor is a replicated value."""
         self._kinds.pop(tensor, None)
 
     def clear(self) -> None:
         """Forget the tensors of a pass, and tell which parameters' gradients are summed."""
         self._kinds.clear()
         self._made_of.clear()
-        names = [self._parameters[identity][0] for identity in self._with_parts]
+        names = [self._parameters[identity][0] for identity in self._with_shards]
         if len(names) > self._told and self._axis.comm.rank == 0:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             say(
@@ -196,8 +196,8 @@ class WholeUses:
         made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
         if name == _ASSIGNS:
             made.append(args[0])
-        is_part = any(self._is(each, _PART) for each in given)
-        kind = _PART if is_part else _MIXED if any(self._is(each, _MIXED) for each in given) else None
+        is_shard = any(self._is(each, _SHARD) for each in given)
+        kind = _SHARD if is_shard else _MIXED if any(self._is(each, _MIXED) for each in given) else None
         if looks and any(each.requires_grad for each in made):
             self._look(name, given, made, kind)
         for each in made if kind is not None else ():
@@ -206,7 +206,7 @@ class WholeUses:
 
     def _look(self, name: str, given: list[Tensor], made: list[Tensor], kind: str | None) -> None:
         origins = set[int]().union(*(self._origins(each) for each in given))
-        if kind == _PART:
+        if kind == _SHARD:
             for each in given:
                 if each.requires_grad and not self._is_known(each):
                     raise ParameterError(
@@ -214,26 +214,26 @@ class WholeUses:
                         f"{list(each.shape)}, whose gradient would miss the other ranks' contributions: "
                         f"{_ADVICE}"
                     )
-            self._use(origins, self._with_parts, name)
+            self._use(origins, self._with_shards, name)
         elif kind is None and all(self._origins(each) for each in given):
             for each in made:
                 if id(each) not in self._parameters:
                     self._made_of[each] = frozenset(origins)
         else:
-            self._use(origins, self._with_whole, name)
+            self._use(origins, self._with_replicated, name)
 
     def _use(self, origins: Iterable[int], uses: dict[int, str], name: str) -> None:
-        """Note uses of parameters; sum the gradient of one that is used with parts."""
+        """Note uses of parameters; sum the gradient of one that is used with shards."""
         for identity in origins:
             known, parameter = self._parameters[identity]
             uses.setdefault(identity, name)
-            both = self._with_parts.get(identity), self._with_whole.get(identity)
+            both = self._with_shards.get(identity), self._with_replicated.get(identity)
             if None not in both:
                 raise ParameterError(
                     f"tensor parallelism: {known} is used with a sharded activation ({both[0]}) and with a "
                     f"replicated one ({both[1]}), so its gradient is only partly reduced: {_ADVICE}"
                 )
-            if uses is self._with_parts and identity not in self._summed:
+            if uses is self._with_shards and identity not in self._summed:
                 self._summed.add(identity)
                 parameter.register_hook(GradientSum(self._axis, self._channel))  # type: ignore[no-untyped-call]
 
@@ -246,20 +246,20 @@ class WholeUses:
         return found
 
     def _is(self, tensor: Tensor, kind: str) -> bool:
-        is_own = kind == _PART and id(tensor) in self._own_parts
-        return is_own or self._kinds.get(tensor) == kind
+        is_sharded = kind == _SHARD and id(tensor) in self._sharded
+        return is_sharded or self._kinds.get(tensor) == kind
 
     def _is_known(self, tensor: Tensor) -> bool:
-        return bool(self._origins(tensor)) or self._is(tensor, _PART) or self._is(tensor, _MIXED)
+        return bool(self._origins(tensor)) or self._is(tensor, _SHARD) or self._is(tensor, _MIXED)
 
 
 class ActivationUses(NamedTuple):
     """Follows the activations of the pass that is going on."""
 
-    parts: PartUses
-    wholes: WholeUses
+    shards: ShardUses
+    replicated: ReplicatedUses
 
     def clear(self) -> None:
         """Forget the activations of the pass."""
-        self.parts.clear()
-        self.wholes.clear()
+        self.shards.clear()
+        self.replicated.clear()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zlaunch.runtime.comm.cut import Cut, box_shape, put, take, whole_box
-from zlaunch.runtime.parallel.tensor import _cut_boxes
+from zlaunch.runtime.parallel.tensor import _even_boxes
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
@@ -20,7 +20,7 @@ def test_parts_make_up_the_whole(shape: list[int], data: st.DataObject) -> None:
     size, packed = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     shape[dim] *= size * packed
-    boxes = _cut_boxes(shape, dim, size, packed)
+    boxes = _even_boxes(shape, dim, size, packed)
     assert boxes is not None
     whole = torch.arange(prod(shape)).view(shape)
     again = torch.full_like(whole, -1)
@@ -34,8 +34,8 @@ def test_parts_make_up_the_whole(shape: list[int], data: st.DataObject) -> None:
 
 
 def test_what_cannot_be_divided_has_no_parts() -> None:
-    assert _cut_boxes((5, 4), 0, 2) is None
-    assert _cut_boxes((6, 4), 0, 2, 2) is None
+    assert _even_boxes((5, 4), 0, 2) is None
+    assert _even_boxes((6, 4), 0, 2, 2) is None
 
 
 def test_equal_parts_are_counted_and_copies_keep_the_cut() -> None:
