@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.axis import Axis, Channel
-from ..comm.cut import box_shape
+from ..comm.shard_spec import box_shape
 from ..errors import MemoryPlanError, ParameterError
 from ..mesh import MeshShape
 from ..parallel.pipeline import Line, divide, find_line, owners_of, weights_of

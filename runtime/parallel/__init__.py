@@ -4,7 +4,7 @@ To add an axis, give it a size in ``mesh.MeshShape``, ``config.parallel`` and ``
 ``comm.nodes.make_link`` over which ranks units are sharded, and in ``averaging`` what divides gradients.
 Write a module here that makes ``Axis(comm, name)``, with a ``Channel`` for each kind of collective, replaces
 forwards of the model's modules by the functions of ``collectives``, and marks sharded parameters with a
-``Cut``. ``build`` calls it.
+``ShardSpec``. ``build`` calls it.
 
 Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``tensor_axis``, ``forwards``
 and ``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline`` and ``schedule``. ``checks`` keeps

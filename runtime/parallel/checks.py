@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.axis import Axis, Channel
-from ..comm.cut import cut_of
+from ..comm.shard_spec import spec_of
 from ..device import to_device
 from ..errors import ParameterError, RankMismatchError
 from ..zero import placeholder
@@ -184,9 +184,9 @@ def _replicated(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        cut = cut_of(parameter)
+        spec = spec_of(parameter)
         unit = owner_of(parameter)
-        is_replicated = cut is None or len(set(cut.boxes)) == 1
+        is_replicated = spec is None or len(set(spec.boxes)) == 1
         if not is_replicated or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
             continue
         if not unit.shard_params:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..comm.axis import PASSES, STATES, Axis, Channel
-from ..comm.cut import Box, whole_box, whole_shape
+from ..comm.shard_spec import Box, full_box, full_shape
 from ..errors import ParameterError
 from ..models import matching, own_plan, suggestion
 from ..zero import placeholder
@@ -160,7 +160,7 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for name, parameter in self.expert.named_parameters(remove_duplicate=False):
-            total = whole_shape(parameter, placeholder.shape_of(parameter))[0]  # of all ranks' experts
+            total = full_shape(parameter, placeholder.shape_of(parameter))[0]  # of all ranks' experts
             for start in _LISTS:
                 names = [f"{prefix}{start}{number}.{name}" for number in range(total)]
                 found = [state_dict[each] for each in names if each in state_dict]
@@ -380,7 +380,7 @@ class ExpertPlan:
             for key, parameter in module.named_parameters():
                 shards = (
                     sharded.pop(id(parameter), None)
-                    or (whole_box(_shape(parameter)),) * self.axis.comm.mesh.tensor
+                    or (full_box(_shape(parameter)),) * self.axis.comm.mesh.tensor
                 )
                 self.boxes[id(parameter)] = self._split_further(f"{name}.{key}", shards, total)
             forwards[name] = DispatchForward(module, name, self.axis, total, forwards.get(name))

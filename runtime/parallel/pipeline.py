@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.axis import Axis, Channel
-from ..comm.cut import Box, Cut, cut_of, mark, whole_box
+from ..comm.shard_spec import Box, ShardSpec, full_box, set_spec, spec_of
 from ..errors import ParameterError
 from ..zero import placeholder
 from ..zero.tensors import tensors_in
 from ..zero.unit import owner_of
-from .plans import keep_states_whole
+from .plans import keep_states_full
 
 # -- line -------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ def _filled(weights: Sequence[int], limit: int) -> list[int]:
     return starts
 
 
-# -- cut --------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------
 #
 # Leaves each rank of a pipeline the parameters of its layers; the others stay, with nothing in them.
 
@@ -172,18 +172,18 @@ CHANNEL = "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class StageCut(Cut):
-    """Describes a parameter that some stages have, cut or whole; others have an empty part."""
+class StageSpec(ShardSpec):
+    """Describes a parameter that some stages have, sharded or full; others have an empty shard."""
 
-    inner: Cut | None = None
+    inner: ShardSpec | None = None
     spread: Callable[[Tensor, int], Tensor] | None = None
     """Broadcasts a tensor from a stage. Collective for a pipeline's ranks."""
     owners: tuple[int, ...] = ()
     """The stages that have the parameter."""
     is_here: bool = True
     shared: int = 1
-    """How many ranks of a pipeline and of the axes that share layers have the part, on every stage: units are
-    made by it, which all stages have alike."""
+    """How many ranks of a pipeline and of the axes that share layers have the shard, on every stage: units
+    are made by it, which all stages have alike."""
 
     @property
     def numel(self) -> int:
@@ -192,20 +192,20 @@ class StageCut(Cut):
 
     @property
     def copies(self) -> int:
-        """Return how many ranks have a part of the parameter's that is equal."""
+        """Return how many ranks have a shard that is equal to this rank's."""
         return self.shared
 
-    def __deepcopy__(self, memo: Any) -> StageCut:
+    def __deepcopy__(self, memo: Any) -> StageSpec:
         return self
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Gather the whole tensor on all stages. Collective for a pipeline's ranks."""
+    def unshard(self, shard: Tensor) -> Tensor:
+        """Gather the full tensor on all stages. Collective for a pipeline's ranks."""
         assert self.spread is not None
         if not self.is_here:
-            whole = part.new_empty(self.shape)
+            full = shard.new_empty(self.shape)
         else:
-            whole = part.detach() if self.inner is None else self.inner.whole(part)
-        return self.spread(whole.contiguous(), self.owners[0])
+            full = shard.detach() if self.inner is None else self.inner.unshard(shard)
+        return self.spread(full.contiguous(), self.owners[0])
 
 
 _TIED = Channel(
@@ -275,19 +275,19 @@ def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
     spread = partial(axis.broadcast, channel=_STATE)
     for parameter in line.model.parameters():
         unit = owner_of(parameter)
-        cut = cut_of(parameter)
+        spec = spec_of(parameter)
         if unit is not None:
             unit.wait_unsharded()
             values = parameter.detach().clone()
             unit.hand_over(parameter)
             parameter.data = values
-        shape = tuple(parameter.shape) if cut is None else cut.shape
+        shape = tuple(parameter.shape) if spec is None else spec.shape
         stages = owners[id(parameter)]
         is_here = axis.rank in stages
-        base = (whole_box(shape),) * positions if cut is None else cut.boxes
-        place = axis.comm.rank % positions if cut is None else cut.position
+        base = (full_box(shape),) * positions if spec is None else spec.boxes
+        place = axis.comm.rank % positions if spec is None else spec.position
         shared = base.count(base[place]) * len(stages)
-        of_experts = cut is not None and cut.of_experts
+        of_experts = spec is not None and spec.of_experts
         if is_here:
             boxes = base * len(stages)
             place += stages.index(axis.rank) * len(base)
@@ -295,16 +295,16 @@ def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
             boxes = (_empty(shape),)
             place = 0
             parameter.data = parameter.detach().new_empty([0] * len(shape))
-        mark(
+        set_spec(
             parameter,
-            StageCut(shape, boxes, place, None, of_experts, cut, spread, stages, is_here, shared),
+            StageSpec(shape, boxes, place, None, of_experts, spec, spread, stages, is_here, shared),
         )
         if len(stages) > 1:
             if not axis.has_group(stages):
                 axis.make_group(stages, places=stages)
             if is_here:
                 tied.append(parameter)
-    keep_states_whole(line.model)
+    keep_states_full(line.model)
     return tied
 
 

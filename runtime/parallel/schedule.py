@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ..comm.axis import PASSES, Axis
 from ..comm.collectives import Comm
+from ..comm.shard_spec import spec_of
 from ..config import Config
 from ..engine import Engine, WholeSteps, loss_in, to_device
 from ..errors import ParameterError, RankMismatchError
@@ -370,8 +371,8 @@ class StagedModel:
             if total is None:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros(placeholder.shape_of(parameter), dtype=wide, device=self.axis.comm.device)
-            cut: Any = parameter.zlaunch_cut  # type: ignore[attr-defined]  # all of a pipeline have one
-            sum_tied(total, self.axis, cut.owners)
+            spec: Any = spec_of(parameter)  # all of a pipeline have one
+            sum_tied(total, self.axis, spec.owners)
             add(unit, unit.index_of[id(parameter)], total)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..comm.axis import Axis
 from ..comm.collectives import Comm
-from ..comm.cut import Box, Cut, cut_of, mark
 from ..comm.nodes import divides_layers
+from ..comm.shard_spec import Box, ShardSpec, set_spec, spec_of
 from ..config import Config
 from ..environment import read_environment
 from ..errors import ParameterError
@@ -33,7 +33,7 @@ from .forwards import (
     VocabularyLoss,
     WidthForward,
 )
-from .plans import find_plan, keep_states_whole
+from .plans import find_plan, keep_states_full
 from .tensor_axis import LAYER, ShardRng, TensorAxis, shard_of_layer
 from .uses import ReplicatedUses
 
@@ -400,7 +400,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     assert work is not None
     apply(work)
     if comm.mesh.pipeline == 1:
-        keep_states_whole(model)
+        keep_states_full(model)
     if axis.size > 1:
         has_dropout = uses_dropout(model)
         if has_dropout:
@@ -510,9 +510,9 @@ def _shard_parameters(work: Decision) -> None:
             place, gather = shard_of_layer(axis)
             if of_experts and work.experts is not None:
                 place, gather = shard_of_experts(work.experts.axis)
-            cut = Cut(tuple(full.shape), boxes, place, gather, of_experts)
-            parameter.data = cut.part(full)
-            mark(parameter, cut)
+            spec = ShardSpec(tuple(full.shape), boxes, place, gather, of_experts)
+            parameter.data = spec.shard(full)
+            set_spec(parameter, spec)
     for name, forward in work.forwards.items():
         module: Any = work.modules[name]
         if isinstance(forward, VocabularyForward) and module.padding_idx is not None:
@@ -524,10 +524,10 @@ def _sum_gradients(work: Decision) -> None:
     for parameter, among_equal in work.summed:
         channel = LAYER
         if among_equal:
-            cut = cut_of(parameter)
-            assert cut is not None
-            for box in dict.fromkeys(cut.boxes):
-                places = tuple(i for i, other in enumerate(cut.boxes) if other == box)
+            spec = spec_of(parameter)
+            assert spec is not None
+            for box in dict.fromkeys(spec.boxes):
+                places = tuple(i for i, other in enumerate(spec.boxes) if other == box)
                 if not work.axis.has_group(places):
                     work.axis.make_group(places, places=places)
                 if work.axis.rank in places:

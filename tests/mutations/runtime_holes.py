@@ -479,18 +479,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/unit/pipeline_parallel/test_line.py",),
     ),
     Mutation(
-        "runtime/comm/cut.py",
+        "runtime/comm/shard_spec.py",
         "            at += stop - start",
         "            at += 0",
         "the second piece of a part gets the first one's values",
-        ("tests/unit/tensor_parallel/test_cut.py",),
+        ("tests/unit/tensor_parallel/test_shard_spec.py",),
     ),
     Mutation(
-        "runtime/comm/cut.py",
+        "runtime/comm/shard_spec.py",
         "return self.boxes[: self.position].count(self.box)",
         "return self.boxes[: self.position + 1].count(self.box)",
         "copies of a part are counted from 1",
-        ("tests/unit/tensor_parallel/test_cut.py",),
+        ("tests/unit/tensor_parallel/test_shard_spec.py",),
     ),
     Mutation(
         "runtime/parallel/collectives.py",
