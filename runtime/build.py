@@ -187,7 +187,7 @@ def build_engine(
             warn(warning)
     checkpointing.apply(model, loaded.config.activation_checkpointing, comm, parts)
     if pipeline is not None:
-        install_forwards(pipeline.line, pipeline.passes)
+        install_forwards(pipeline.sequence, pipeline.passes)
     whole_steps = pipeline is not None or "pipeline" in loaded.raw or kind.trains_whole_steps
     if whole_steps and not effective.config.managed_gradient_accumulation:
         raise ConfigError(

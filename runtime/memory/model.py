@@ -23,7 +23,7 @@ from ..comm.axis import Axis, Channel
 from ..comm.shard_spec import box_shape
 from ..errors import MemoryPlanError, ParameterError
 from ..mesh import MeshShape
-from ..parallel.pipeline import Line, divide, find_line, owners_of, weights_of
+from ..parallel.pipeline import LayerSequence, divide, find_layers, owners_of, weights_of
 from ..parallel.plans import find_plan
 from ..parallel.tensor import Decision
 from ..parallel.tensor_axis import TensorAxis
@@ -346,10 +346,10 @@ def _cut(model: nn.Module, mesh: MeshShape, *, with_experts: bool) -> set[int]:
 
 def _heaviest_stage(model: nn.Module, blocks: Blocks, stages: int) -> Blocks:
     """Return the blocks of the stage that has most."""
-    name, layers = find_line(model)
-    line = Line(model, name, layers, stages)
-    line.bounds = divide(weights_of(model, layers), stages, "best")
-    owners = owners_of(line)
+    name, layers = find_layers(model)
+    sequence = LayerSequence(model, name, layers, stages)
+    sequence.bounds = divide(weights_of(model, layers), stages, "best")
+    owners = owners_of(sequence)
     found = list[Blocks]()
     for stage in range(stages):
         root, *rest = ([p for p in block if stage in owners[id(p)]] for block in blocks)

@@ -23,10 +23,10 @@ from ..zero.tensors import tensors_in
 from ..zero.unit import owner_of
 from .plans import keep_states_full
 
-# -- line -------------------------------------------------------------------------------------------
+# -- layers -----------------------------------------------------------------------------------------
 
 
-NOTE = "zlaunch_line"
+NOTE = "zlaunch_layers"
 """Names the attribute of a model that says what its layers are: the name of the module whose children they
 are, or a list of modules."""
 USES = "zlaunch_uses"
@@ -42,7 +42,7 @@ ROUTERS = (
 
 
 @dataclass
-class Line:
+class LayerSequence:
     """Holds a model's layers in their order, and which part of the pipeline has which."""
 
     model: nn.Module
@@ -64,7 +64,7 @@ class Line:
         return next(part for part in range(self.parts) if index < self.bounds[part + 1])
 
 
-def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
+def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name and the members of the list of layers of a model: that of the most parameters.
 
     Raises ParameterError for a model without one.
@@ -222,7 +222,7 @@ def sum_tied(tensor: Tensor, axis: Axis, owners: tuple[int, ...]) -> None:
     axis.sum(tensor, replace(_TIED, group=owners))
 
 
-def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
+def owners_of(sequence: LayerSequence) -> dict[int, tuple[int, ...]]:
     """Return the stages that have each parameter, by its id.
 
     What is registered before the layers goes to the first part, what comes after them to the last; a
@@ -230,13 +230,13 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
     """
     places: dict[int, set[int]] = {}
     parts_of: dict[int, set[int]] = {}
-    for index, layer in enumerate(line.layers):
+    for index, layer in enumerate(sequence.layers):
         for each in modules_of(layer):
-            parts_of.setdefault(id(each), set()).add(line.part_of(index))
+            parts_of.setdefault(id(each), set()).add(sequence.part_of(index))
     has_passed = False
-    for name, module in line.model.named_modules():
-        has_passed = has_passed or name == line.name
-        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+    for name, module in sequence.model.named_modules():
+        has_passed = has_passed or name == sequence.name
+        contains = not name or sequence.name == name or sequence.name.startswith(f"{name}.")
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
@@ -244,25 +244,26 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
             if id(module) in parts_of:
                 found |= parts_of[id(module)]
             elif contains or parameter.dim() == 0:
-                found.update(range(line.parts))
+                found.update(range(sequence.parts))
             else:
-                found.add(line.parts - 1 if has_passed else 0)
+                found.add(sequence.parts - 1 if has_passed else 0)
     return {
-        identity: tuple(sorted({part % line.stages for part in parts})) for identity, parts in places.items()
+        identity: tuple(sorted({part % sequence.stages for part in parts}))
+        for identity, parts in places.items()
     }
 
 
-def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
+def keep_local_layers(sequence: LayerSequence, axis: Axis) -> list[nn.Parameter]:
     """Empty the parameters of other stages, and mark all; return those that several stages have. Values are
     rank 0's already. Collective. Raises ParameterError for modules that keep statistics.
     """
-    for name, module in line.model.named_modules():
+    for name, module in sequence.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ParameterError(
                 f"pipeline parallelism: {name}, a {type(module).__name__}, keeps running statistics that "
                 "only one stage would update: use another norm"
             )
-    owners = owners_of(line)
+    owners = owners_of(sequence)
     tied = []
     several = sorted({stages for stages in owners.values() if len(stages) > 1})
     for one, other in combinations(several, 2):
@@ -273,7 +274,7 @@ def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
             )
     positions = axis.comm.mesh.tensor
     spread = partial(axis.broadcast, channel=_STATE)
-    for parameter in line.model.parameters():
+    for parameter in sequence.model.parameters():
         unit = owner_of(parameter)
         spec = spec_of(parameter)
         if unit is not None:
@@ -304,7 +305,7 @@ def leave_own(line: Line, axis: Axis) -> list[nn.Parameter]:
                 axis.make_group(stages, places=stages)
             if is_here:
                 tied.append(parameter)
-    keep_states_full(line.model)
+    keep_states_full(sequence.model)
     return tied
 
 
@@ -370,15 +371,15 @@ class ForeignValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 @contextmanager
-def trying(line: Line) -> Iterator[ForeignValues]:
+def trying(sequence: LayerSequence) -> Iterator[ForeignValues]:
     """Run a trial pass, whose changes of buffers are taken back. Raises ParameterError for layers that keep
     something which other stages would need.
     """
-    foreign = ForeignValues(p for p in line.model.parameters() if placeholder.shape_of(p).numel() == 0)
+    foreign = ForeignValues(p for p in sequence.model.parameters() if placeholder.shape_of(p).numel() == 0)
     before = [
-        (module, key, value, value._version, value.clone()) for module, key, value in _buffers(line.model)
+        (module, key, value, value._version, value.clone()) for module, key, value in _buffers(sequence.model)
     ]
-    watch = StateWatch(line)
+    watch = StateWatch(sequence)
     try:
         with foreign:
             yield foreign
@@ -401,14 +402,14 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 class StateWatch:
     """Notices buffers that the passes of a stage change, and tensors that its layers keep as attributes."""
 
-    def __init__(self, line: Line) -> None:
-        of_layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+    def __init__(self, sequence: LayerSequence) -> None:
+        of_layers = {id(each) for layer in sequence.layers for each in modules_of(layer)}
         self._modules = {
             name: module
-            for name, module in line.model.named_modules()
+            for name, module in sequence.model.named_modules()
             if id(module) in of_layers or next(module.parameters(recurse=False), None) is not None
         }
-        self._is_training = line.model.training
+        self._is_training = sequence.model.training
         self._before = self._states()
 
     def check(self) -> None:
@@ -522,7 +523,7 @@ class LayerForward:
 
     @property
     def _name(self) -> str:
-        return f"{self.passes.line.name}.{self.index}".lstrip(".")
+        return f"{self.passes.sequence.name}.{self.index}".lstrip(".")
 
     def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
         """Raise ParameterError if layers do not simply follow each other."""
@@ -552,8 +553,8 @@ def _version(value: Any) -> int:
 class Passes:
     """Holds the pass that is going on through a part of the pipeline."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, sequence: LayerSequence) -> None:
+        self.sequence = sequence
         self.run: PartPass | None = None
 
     def __deepcopy__(self, memo: Any) -> Passes:
@@ -578,7 +579,7 @@ class OutsideForward:
         layers than it is registered.
         """
         run = self.passes.run
-        line = self.passes.line
+        sequence = self.passes.sequence
         if run is None or placeholder.in_backward():
             if any(parameter.numel() == 0 for parameter in self.module.parameters()):
                 raise ParameterError(
@@ -586,12 +587,12 @@ class OutsideForward:
                     "engine.train_batch and eval_batch"
                 )
             return self._compute(*args, **kwargs)
-        if run.called != (0 if self.is_early else len(line.layers)):
+        if run.called != (0 if self.is_early else len(sequence.layers)):
             when, place = ("after", "before") if self.is_early else ("before", "after")
             raise ParameterError(
                 f"pipeline parallelism: {self.name} is used {when} the layers but registered {place} them"
             )
-        if (run.start == 0) if self.is_early else (run.stop == len(line.layers)):
+        if (run.start == 0) if self.is_early else (run.stop == len(sequence.layers)):
             return self._compute(*args, **kwargs)
         given: Tensor = args[0] if args else next(iter(kwargs.values()))
         module = self.module
@@ -608,17 +609,17 @@ class OutsideForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def install_forwards(line: Line, passes: Passes) -> None:
+def install_forwards(sequence: LayerSequence, passes: Passes) -> None:
     """Replace the forwards of the layers, and of the modules with parameters outside of them.
 
     Raises ParameterError for a module that cannot be left out.
     """
-    layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+    layers = {id(each) for layer in sequence.layers for each in modules_of(layer)}
     has_passed = False
-    for name, module in line.model.named_modules():
-        has_passed = has_passed or name == line.name
+    for name, module in sequence.model.named_modules():
+        has_passed = has_passed or name == sequence.name
         own = [p for p in module._parameters.values() if p is not None]
-        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+        contains = not name or sequence.name == name or sequence.name.startswith(f"{name}.")
         if id(module) in layers or contains or not own:
             continue
         simple = isinstance(module, (nn.Embedding, nn.Linear)) or all(p.dim() < 2 for p in own)
@@ -628,5 +629,5 @@ def install_forwards(line: Line, passes: Passes) -> None:
                 "is not supported"
             )
         module.forward = OutsideForward(module, name, not has_passed, passes)
-    for index, layer in enumerate(line.layers):
+    for index, layer in enumerate(sequence.layers):
         layer.forward = LayerForward(layer, index, passes)

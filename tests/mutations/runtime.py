@@ -317,14 +317,14 @@ MUTATIONS = (
         "starts.insert(longest + 1, starts[longest] + sizes[longest] // 2)",
         "starts.insert(longest, starts[longest] + sizes[longest] // 2)",
         "parts of a pipeline are out of order where fewer would do",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/parallel/pipeline.py",
         "if total + weight > limit:",
         "if total + weight >= limit:",
         "pipeline stages are filled less than they could be",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/comm/shared_memory.py",

@@ -469,14 +469,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return [part * count // parts for part in range(parts + 1)]",
         "return [part * (count // parts) for part in range(parts)] + [count]",
         "the last part of a pipeline has all layers that are left over",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/parallel/pipeline.py",
         "        if total + weight > limit:",
         "        if total + weight >= limit:",
         "parts of a pipeline are not filled up to their limit",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/comm/shard_spec.py",
