@@ -1,4 +1,4 @@
-"""Computes attention on whole sequences with some of the heads, where each rank has a part of each sequence.
+"""Computes attention on whole sequences with some of the heads, where each rank has a shard of each sequence.
 
 DeepSpeed-Ulysses, arXiv 2309.14509: an exchange before attention gives each rank its heads of all tokens,
 another one after it gives each its tokens with all heads.
@@ -60,8 +60,8 @@ class SequenceAxis(Axis):
         self.positions: Tensor | None = None
         """The positions of whole sequences, (batch or 1, tokens), in the last pass of a known model."""
 
-    def part(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of whole sequences. Raises ParameterError for an odd length."""
+    def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's shard of whole sequences. Raises ParameterError for an odd length."""
         length = whole.shape[dim]
         if length % self.size:
             raise ParameterError(
@@ -71,9 +71,9 @@ class SequenceAxis(Axis):
         step = length // self.size
         return whole.narrow(dim, self.rank * step, step)
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, shard: Tensor) -> Tensor:
         """Return whole sequences, joined along dimension 1; without gradients."""
-        return torch.cat(self.all_gather(part.detach().contiguous(), INPUT), 1)
+        return torch.cat(self.all_gather(shard.detach().contiguous(), INPUT), 1)
 
 
 def current_axis() -> SequenceAxis | None:
@@ -122,7 +122,7 @@ def heads_problem(axis_size: int, heads: int, key_heads: int) -> str:
 
 
 def to_heads(axis: SequenceAxis, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of whole sequences, (batch, heads / ranks, tokens, width), from its part of
+    """Return this rank's heads of whole sequences, (batch, heads / ranks, tokens, width), from its shard of
     sequences with all heads. Of fewer key-value heads than ranks, several ranks get the same.
 
     Raises ParameterError where heads cannot be divided.
@@ -139,7 +139,7 @@ def to_heads(axis: SequenceAxis, query: Tensor, key: Tensor, value: Tensor) -> t
     return query, key, value
 
 
-def own_heads(axis: SequenceAxis, per_head: Tensor, dim: int = 0) -> Tensor:
+def local_heads(axis: SequenceAxis, per_head: Tensor, dim: int = 0) -> Tensor:
     """Return this rank's heads of a tensor that has something for each head."""
     step = per_head.shape[dim] // axis.size
     return per_head.narrow(dim, axis.rank * step, step)
@@ -191,7 +191,7 @@ def attention(
                 f"sequences of {tokens} tokens: pass a mask for all of them"
             )
         if attn_mask.dim() > 2 and attn_mask.shape[-3] == heads > 1:
-            attn_mask = own_heads(axis, attn_mask, -3)
+            attn_mask = local_heads(axis, attn_mask, -3)
     output = inner(
         query, key, value, attn_mask, enable_gqa=enable_gqa and query.shape != key.shape, **options
     )
@@ -208,7 +208,7 @@ def split(whole: Tensor, dim: int = 1) -> Tensor:
     axis = current_axis()
     if axis is None and not _had_engine and read_environment().world_size > 1:
         _early_splits.append(tuple(whole.shape))
-    return whole if axis is None else axis.part(whole, dim)
+    return whole if axis is None else axis.shard(whole, dim)
 
 
 def note_engine(*, divides: bool) -> None:
@@ -249,7 +249,7 @@ def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
 
 # -- masks ------------------------------------------------------------------------------------------
 #
-# Lets Hugging Face models make masks of whole sequences, where each rank has a part of each.
+# Lets Hugging Face models make masks of whole sequences, where each rank has a shard of each.
 
 
 _MADE_LOCALLY = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
@@ -366,7 +366,7 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
         tokens = query.shape[2]
         heads = query.shape[1]
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == all_heads > 1:
-            mask = own_heads(axis, mask, 1)
+            mask = local_heads(axis, mask, 1)
         groups = heads // key.shape[1]
         with_groups: Any = module
         if getattr(module, "num_key_value_groups", groups) != groups:
@@ -383,7 +383,7 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
 
 
 def _is_divided(module: nn.Module) -> bool:
-    """Tell whether a module is called with parts of sequences. Raises ParameterError if nobody knows."""
+    """Tell whether a module is called with shards of sequences. Raises ParameterError if nobody knows."""
     if passes or placeholder.in_backward():
         return True
     if not module.training:
@@ -399,7 +399,7 @@ def _of_whole(name: str, value: Any, axis: SequenceAxis, heads: int, tokens: int
         return value
     if name in _PER_HEAD and value.shape[_PER_HEAD[name]] in (1, heads):
         dim = _PER_HEAD[name]
-        return value if value.shape[dim] == 1 else own_heads(axis, value, dim)
+        return value if value.shape[dim] == 1 else local_heads(axis, value, dim)
     if name == "position_ids" and value.dim() == 2:
         return axis.gather(value)
     raise ParameterError(f"sequence parallelism: attention does not support {name} {list(value.shape)}")
