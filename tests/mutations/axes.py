@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _ENGINES = "tests/runtime/sequence_parallel/test_several_engines.py"
+_AXIS = "tests/runtime/comm/test_axis.py"
 _WHOLE = "tests/runtime/tensor_parallel/test_whole_uses.py"
 _BATCHES = "tests/runtime/test_same_batch.py"
 
@@ -39,6 +40,20 @@ MUTATIONS: tuple[Mutation, ...] = (
             "tests/runtime/activation/test_checkpointing.py::"
             "test_settings_of_a_config_are_those_of_its_engine",
         ),
+    ),
+    Mutation(
+        "runtime/parallel/collectives.py",
+        "        return gradient * ctx.size, None, None",
+        "        return gradient, None, None",
+        "the gradient of a loss over shared sequences is divided once too often",
+        (f"{_AXIS}::test_each_function_has_the_gradient_of_the_note",),
+    ),
+    Mutation(
+        "runtime/parallel/collectives.py",
+        "        return RowExchange(self.received, self.sent)",
+        "        return self",
+        "gradients of tokens go back as their tokens came",
+        ("tests/runtime/expert_parallel/test_by_hand.py",),
     ),
     Mutation(
         "runtime/parallel/uses.py",
