@@ -212,10 +212,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        back = all_to_all(ctx.axis, ctx.channel, ctx.exchange.inverse, *gradients)
-        needed = ctx.needs_input_grad[3:]
-        wanted = (each if need else None for each, need in zip(back, needed, strict=True))
-        return None, None, None, *wanted
+        return None, None, None, *all_to_all(ctx.axis, ctx.channel, ctx.exchange.inverse, *gradients)
 
 
 def all_to_all(
