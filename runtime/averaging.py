@@ -13,7 +13,7 @@ axis).
   on different samples, so they count here. An expert's gradient is a sum over fewer ranks, but of the tokens
   of all: D is the same.
 - Sequence axis: each rank's loss is that of whole sequences, so that its gradient is the part of its tokens
-  times the number of ranks (``sequence_parallel.axis.total``). D has that number with "sum", too.
+  times the number of ranks (``parallel.collectives.total``). D has that number with "sum", too.
 - Tensor axis: ranks have the same loss, and gradients of their own parts. Pipeline axis: one stage has the
   loss. Neither counts.
 - ``prescale_gradients`` divides by P what is sent, and D by P afterwards: rounding changes, nothing else.

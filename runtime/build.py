@@ -179,7 +179,7 @@ def build_engine(
     _tell_overridden(effective, comm, optimizer, client, lr_scheduler)
     checkpointing.apply(model, loaded.config.activation_checkpointing, comm, loss_parts)
     if pipeline is not None:
-        install_forwards(pipeline.line, pipeline.passes)
+        install_forwards(pipeline.sequence, pipeline.passes)
     whole_steps = pipeline is not None or "pipeline" in loaded.raw or kind.trains_whole_steps
     _check_whole_steps(effective, whole_steps)
     if client is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,15 @@ class MeshShape:
             rank, found[name] = divmod(rank, size)
         return dict(reversed(found.items()))
 
+    def ranks_along(self, name: str, rank: int) -> list[int]:
+        """Return the ranks that differ from a rank in their position on one axis alone, by that position."""
+        names = list(self.sizes)
+        sizes = list(self.sizes.values())
+        size = self.sizes[name]
+        stride = math.prod(sizes[names.index(name) + 1 :])
+        first = rank - rank // stride % size * stride
+        return [first + place * stride for place in range(size)]
+
     def groups(self, *names: str) -> list[list[int]]:
         """Return the groups of ranks that differ in their positions on these axes alone, in rank order."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -67,20 +74,3 @@ class MeshShape:
             rest = tuple(at for name, at in zip(sizes, place, strict=True) if name not in names)
             found.setdefault(rest, []).append(rank)
         return list(found.values())
-
-
-class HasMesh(Protocol):
-    """Makes process groups of the ranks of a mesh: a communicator."""
-
-    mesh: MeshShape
-    rank: int
-
-    def new_group(self, ranks: Sequence[int]) -> Any: ...
-
-
-def own_group(comm: HasMesh, *names: str) -> Any:
-    """Make the groups of ranks that differ in their positions on these axes alone; return this rank's.
-    Collective for all ranks.
-    """
-    made = [(ranks, comm.new_group(ranks)) for ranks in comm.mesh.groups(*names)]
-    return next(group for ranks, group in made if comm.rank in ranks)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm
-from ..comm.cut import cut_of, whole_shape
 from ..comm.nodes import forget_errors
+from ..comm.shard_spec import full_shape, spec_of
 from ..errors import RankMismatchError
 from ..log import warn
 from ..optim.slices import ShardSlice
@@ -39,7 +39,7 @@ def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) 
     where ``strict``.
     """
     shapes = {
-        name: list(whole_shape(parameter, shape))
+        name: list(full_shape(parameter, shape))
         for unit in sharded.units
         for name, parameter, shape in zip(unit.names, unit.parameters, unit.shapes, strict=True)
     }
@@ -128,10 +128,10 @@ def filler(checkpoint: Checkpoint, unit: Unit) -> Fill:
             if entry is None or (kind != VALUE and kind not in entry["state"]["tensors"]):
                 continue
             start = low - unit.layout.slots[index].offset
-            cut = cut_of(unit.parameters[index])
+            spec = spec_of(unit.parameters[index])
             # The file may have the parameter whole, or cut in another way: elements are asked for by the
             # part's box in the whole.
-            box = None if cut is None else cut.box
+            box = None if spec is None else spec.box
             checkpoint.read_into(target[low - first : high - first], name, kind, start, box)
 
     return fill

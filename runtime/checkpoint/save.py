@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ...cuda_ops.pinned import PAGE_BYTES
 from ..comm.collectives import Comm
-from ..comm.cut import cut_of, whole_shape
 from ..comm.link import ALIGN_NUMEL
 from ..comm.pending import DONE, Exchange, Pending
+from ..comm.shard_spec import full_shape, spec_of
 from ..log import fail, warn
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
@@ -362,12 +362,12 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     low, high = layout.shard_range(unit.link.position)
     # of a pipeline's unit, other stages may have some parameters
     here = next((index for index, shape in enumerate(unit.shapes) if shape.numel()), 0)
-    cut = cut_of(unit.parameters[here])
+    spec = spec_of(unit.parameters[here])
     in_axis = comm.holders_of(unit.parameters[here])[2]
     copies = in_axis * (unit.data.size // shards)
     if copies == 1:
         return low, high
-    place = comm.rank % comm.mesh.tensor if cut is None else cut.copy_index
+    place = comm.rank % comm.mesh.tensor if spec is None else spec.copy_index
     # Parts start at multiples of ALIGN_NUMEL, as shards do.
     step = -(-(high - low) // (copies * ALIGN_NUMEL)) * ALIGN_NUMEL
     low += (place + in_axis * (unit.data.position // shards)) * step
@@ -379,7 +379,7 @@ def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> di
     found: dict[str, Any] = {}
     for unit in source.sharded.units if rank == 0 else ():
         for index, slot in enumerate(unit.layout.slots):
-            if not slot.numel and 0 in whole_shape(unit.parameters[index], unit.shapes[index]):  # in no block
+            if not slot.numel and 0 in full_shape(unit.parameters[index], unit.shapes[index]):  # in no block
                 found[unit.names[index]] = _entry(unit, index, Description(), [])
     for block in blocks:
         unit = block.unit
@@ -405,12 +405,12 @@ def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> di
 
 def _entry(unit: Unit, index: int, what: Description, slices: list[Any]) -> dict[str, Any]:
     parameter = unit.parameters[index]
-    cut = cut_of(parameter)
-    part = {} if cut is None else {"parts": [{"box": json.loads(json.dumps(cut.box)), "slices": slices}]}
+    spec = spec_of(parameter)
+    part = {} if spec is None else {"parts": [{"box": json.loads(json.dumps(spec.box)), "slices": slices}]}
     return {
         **part,
         "dtype": NAMES[unit.dtype],
-        "shape": list(whole_shape(parameter, unit.shapes[index])),
+        "shape": list(full_shape(parameter, unit.shapes[index])),
         "trainable": unit.trainable,
         "group": unit.layout.slots[index].group,
         "state": what.as_json(),

@@ -21,10 +21,10 @@ from torch import Tensor
 from ..environment import read_environment
 from ..errors import RankMismatchError
 from ..mesh import MeshShape
-from .cut import cut_of
 from .link import GATHER, REDUCE, Note, RankLink
 from .pending import Exchange, Key, Pending, Work, await_work, exchange_objects, waits
 from .process_group import new_group, open_comms
+from .shard_spec import spec_of
 from .shared_memory import Connect, Identity, PeerMemory
 
 # -- order ------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ _DEBUGGED_TIMEOUT_S = 20 * 86400.0
 
 
 class SharedBatch(Protocol):
-    """Compares what some ranks were given: ``same_batch.SameBatch``."""
+    """Compares what some ranks were given: ``parallel.checks.SameBatch``."""
 
     ranks: tuple[int, ...]
     complaint: str
@@ -251,9 +251,9 @@ class Comm:
         """Return the ranks that a parameter is sharded over, all that have this part of it and other samples,
         and how many ranks that share layers have this part.
         """
-        cut = cut_of(parameter)
-        others = self.experts if getattr(cut, "of_experts", False) else None
-        return others or self.link, others or self.data, int(getattr(cut, "copies", self.mesh.tensor))
+        spec = spec_of(parameter)
+        others = self.experts if getattr(spec, "of_experts", False) else None
+        return others or self.link, others or self.data, int(getattr(spec, "copies", self.mesh.tensor))
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""

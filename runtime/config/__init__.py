@@ -2,14 +2,14 @@
 
 Read ``fields`` (support levels, the base of all sections), ``schema`` (the sections; ``zero``,
 ``parallel`` and ``optimizers`` have large ones), ``load``, ``check`` (unknown keys, values,
-combinations), ``resolve`` ("auto") and ``batch_sizes``. ``unsupported``, ``foreign_keys``,
+combinations), ``resolve`` ("auto"), ``axis_sizes`` and ``batch_sizes``. ``unsupported``, ``foreign_keys``,
 ``other_names`` and ``forms`` serve messages; ``reference`` writes the page of all keys.
 """
 
 from ..mesh import MeshShape
+from .axis_sizes import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .batch_sizes import fits_no_world
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .parallel import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .resolve import Effective, check_batch, find_mesh, open_lines, open_values, refuse_open, resolve
 from .schema import Config, json_schema
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .axis_sizes import mesh_shape, pipeline_size
 from .load import Loaded
-from .parallel import mesh_shape, pipeline_size
 from .schema import Config
 
 TRAIN = "train_batch_size"

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from . import optimizers
+from .axis_sizes import expert_size, pipeline_size, sequence_size, tensor_size
 from .fields import Section, modern, real
 from .foreign_keys import CONTAINERS, FOREIGN, WAY_OUT, Advice, advise
 from .forms import as_switch, form, forms, required_form, section_form
 from .optimizers import NARROW, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from .other_names import read_optimizer, read_scheduler
-from .parallel import expert_size, pipeline_size, sequence_size, tensor_size
 from .schema import EDITOR_KEY, Config
 
 # -- known keys -------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from ..mesh import MeshShape
 from ..world_sizes import FirstBatch, find_first_batch
+from .axis_sizes import mesh_shape
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
 from .load import ConfigError, Loaded
 from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
-from .parallel import mesh_shape
 from .schema import TRACKERS, Config, without_secrets
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.cut import box_shape
+from ..comm.axis import Axis, Channel
+from ..comm.shard_spec import box_shape
 from ..errors import MemoryPlanError, ParameterError
 from ..mesh import MeshShape
-from ..parallel.axis import ExpertAxis, TensorAxis
-from ..parallel.pipeline import Line, divide, find_line, owners_of, weights_of
+from ..parallel.pipeline import LayerSequence, divide, find_layers, owners_of, weights_of
 from ..parallel.plans import find_plan
 from ..parallel.tensor import Decision
+from ..parallel.tensor_axis import TensorAxis
 from ..zero.policy import UNIT_NUMEL, ShardingOptions, plan_blocks
 
 # -- model sizes ------------------------------------------------------------------------------------
@@ -272,14 +273,14 @@ class _OneOfSeveral(TensorAxis):
     would have, and other values.
     """
 
-    def sum(self, tensor: Tensor, use: Hashable = "passes") -> Tensor:
+    def sum(self, tensor: Tensor, channel: Channel) -> Tensor:
         return tensor
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def max(self, tensor: Tensor, channel: Channel) -> Tensor:
         return tensor
 
-    def gather(self, part: Tensor) -> Tensor:
-        return torch.cat([part] * self.size, -1)
+    def all_gather(self, shard: Tensor, channel: Channel) -> list[Tensor]:
+        return [shard] * self.size
 
 
 def of_one_rank(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
@@ -328,7 +329,7 @@ def _cut(model: nn.Module, mesh: MeshShape, *, with_experts: bool) -> set[int]:
     work = Decision(model, find_plan(model, None) if mesh.tensor > 1 else {}, _OneOfSeveral(comm))
     work.decide()
     if with_experts:
-        work.decide_on_experts(ExpertAxis(comm), None)
+        work.decide_on_experts(Axis(comm, "expert"), None)
     of_experts = {} if work.experts is None else work.experts.boxes
     boxes = {**work.boxes, **of_experts}
     for parameter in model.parameters():
@@ -345,10 +346,10 @@ def _cut(model: nn.Module, mesh: MeshShape, *, with_experts: bool) -> set[int]:
 
 def _heaviest_stage(model: nn.Module, blocks: Blocks, stages: int) -> Blocks:
     """Return the blocks of the stage that has most."""
-    name, layers = find_line(model)
-    line = Line(model, name, layers, stages)
-    line.bounds = divide(weights_of(model, layers), stages, "best")
-    owners = owners_of(line)
+    name, layers = find_layers(model)
+    sequence = LayerSequence(model, name, layers, stages)
+    sequence.bounds = divide(weights_of(model, layers), stages, "best")
+    owners = owners_of(sequence)
     found = list[Blocks]()
     for stage in range(stages):
         root, *rest = ([p for p in block if stage in owners[id(p)]] for block in blocks)

@@ -20,7 +20,7 @@ from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
 from .. import preemption
 from ..comm.collectives import Comm
-from ..comm.cut import whole_shape
+from ..comm.shard_spec import full_shape
 from ..device import all_on, named, to_device
 from ..errors import OptimizerError
 from ..precision import StepResult
@@ -129,7 +129,7 @@ def take_initial_state(optimizer: torch.optim.Optimizer) -> list[Entries]:
         entries: Entries = {}
         for parameter in sorted(group["params"], key=_shows_little):
             # an optimizer that was made before a parameter was cut has a tensor of the whole
-            shapes = {tuple(parameter.shape), whole_shape(parameter, parameter.shape)}
+            shapes = {tuple(parameter.shape), full_shape(parameter, parameter.shape)}
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor) or (key == "step" and value.any()):
                     raise _used(optimizer)

@@ -1,6 +1,12 @@
 """Tensor, expert, sequence and pipeline parallelism: axes of the mesh of ranks.
 
-Read ``axis`` (collectives of a group, and their gradients), then one axis: ``plans``, ``forwards`` and
-``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline`` and ``schedule``. ``checks`` keeps
-what ranks of a group must have in common.
+To add an axis, give it a size in ``mesh.MeshShape``, ``config.parallel`` and ``config.axis_sizes``. Say in
+``comm.nodes.make_link`` over which ranks units are sharded, and in ``averaging`` what divides gradients.
+Write a module here that makes ``Axis(comm, name)``, with a ``Channel`` for each kind of collective, replaces
+forwards of the model's modules by the functions of ``collectives``, and marks sharded parameters with a
+``ShardSpec``. ``build`` calls it.
+
+Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``tensor_axis``, ``forwards``
+and ``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline`` and ``schedule``. ``checks`` keeps
+what ranks of a group must have in common; ``uses`` follows their activations.
 """

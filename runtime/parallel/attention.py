@@ -1,4 +1,4 @@
-"""Computes attention on whole sequences with some of the heads, where each rank has a part of each sequence.
+"""Computes attention on whole sequences with some of the heads, where each rank has a shard of each sequence.
 
 DeepSpeed-Ulysses, arXiv 2309.14509: an exchange before attention gives each rank its heads of all tokens,
 another one after it gives each its tokens with all heads.
@@ -13,16 +13,86 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..comm.axis import PASSES, Axis, Channel
+from ..comm.collectives import Comm
+from ..comm.process_group import open_comms, running_comm
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import counted
 from ..zero import placeholder
-from .axis import SequenceAxis, current_axis
-from .axis import exchange_tokens as exchange
-from .axis import total as total_over
+from .collectives import DimExchange, all_to_all
+from .collectives import total as total_over
+
+# -- axis -------------------------------------------------------------------------------------------
+#
+# Defines the ranks that have different shards of the same sequences.
+
+
+TOKENS = Channel(
+    "sequence: exchanges tokens and heads of",
+    "exchanges tokens and heads of sequences in its sequence-parallel group",
+    "sequence",
+)
+INPUT = Channel("sequence: all-gathers", "all-gathers sequences in its sequence-parallel group", "sequence")
+LOSS = Channel(
+    "sequence: sums the losses of", "sums the losses of sequences in its sequence-parallel group", "sequence"
+)
+CHECK = Channel(
+    "sequence: compares batches of",
+    "compares batches of sequences in its sequence-parallel group",
+    "sequence checks",
+)
+
+
+class SequenceAxis(Axis):
+    """Is the axis of the ranks that have different shards of the same sequences. It has what a pass notes."""
+
+    def __init__(self, comm: Comm) -> None:
+        """Make the process group. Collective for all ranks."""
+        super().__init__(comm, "sequence")
+        self.make_group(PASSES)
+        self.attentions = 0
+        """Counts the attentions that were computed on whole sequences."""
+        self.positions: Tensor | None = None
+        """The positions of whole sequences, (batch or 1, tokens), in the last pass of a known model."""
+
+    def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's shard of whole sequences. Raises ParameterError for an odd length."""
+        length = whole.shape[dim]
+        if length % self.size:
+            raise ParameterError(
+                f"sequence parallelism: {length} tokens cannot be divided by {self.size} ranks: pad "
+                f"sequences to a multiple of {self.size}"
+            )
+        step = length // self.size
+        return whole.narrow(dim, self.rank * step, step)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Return whole sequences, joined along dimension 1; without gradients."""
+        return torch.cat(self.all_gather(shard.detach().contiguous(), INPUT), 1)
+
+
+def current_axis() -> SequenceAxis | None:
+    """Return the axis of the engine whose forward or backward pass is going on; outside of all passes that of
+    any engine, if all have the same size. None without one, where sequences are whole. Raises ParameterError
+    outside of all passes where engines have different sizes.
+    """
+    comm = running_comm()
+    if comm is None:
+        if len({each.mesh.sequence for each in open_comms}) > 1:
+            raise ParameterError(
+                "zlaunch.sequence was called outside a model's forward, and this process has engines with "
+                "different parallel.sequence sizes: call it inside the model's forward (also split, mean "
+                "and total), or destroy the other engines first"
+            )
+        comm = max(open_comms, key=lambda each: int(each.number), default=None)
+    found: SequenceAxis | None = None if comm is None else comm.axes.get("sequence")
+    return found
+
 
 # -- attention --------------------------------------------------------------------------------------
 
@@ -52,7 +122,7 @@ def heads_problem(axis_size: int, heads: int, key_heads: int) -> str:
 
 
 def to_heads(axis: SequenceAxis, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of whole sequences, (batch, heads / ranks, tokens, width), from its part of
+    """Return this rank's heads of whole sequences, (batch, heads / ranks, tokens, width), from its shard of
     sequences with all heads. Of fewer key-value heads than ranks, several ranks get the same.
 
     Raises ParameterError where heads cannot be divided.
@@ -65,14 +135,14 @@ def to_heads(axis: SequenceAxis, query: Tensor, key: Tensor, value: Tensor) -> t
         copies = axis.size // key_heads
         key, value = (each.repeat_interleave(copies, _HEADS) for each in (key, value))
     axis.attentions += 1
-    query, key, value = exchange(axis, _HEADS, _TOKENS, query, key, value)
+    query, key, value = all_to_all(axis, TOKENS, DimExchange(_HEADS, _TOKENS), query, key, value)
     return query, key, value
 
 
-def own_heads(axis: SequenceAxis, per_head: Tensor, dim: int = 0) -> Tensor:
+def local_heads(axis: SequenceAxis, per_head: Tensor, dim: int = 0) -> Tensor:
     """Return this rank's heads of a tensor that has something for each head."""
     step = per_head.shape[dim] // axis.size
-    return per_head.narrow(dim, axis.position * step, step)
+    return per_head.narrow(dim, axis.rank * step, step)
 
 
 def attention(
@@ -121,11 +191,11 @@ def attention(
                 f"sequences of {tokens} tokens: pass a mask for all of them"
             )
         if attn_mask.dim() > 2 and attn_mask.shape[-3] == heads > 1:
-            attn_mask = own_heads(axis, attn_mask, -3)
+            attn_mask = local_heads(axis, attn_mask, -3)
     output = inner(
         query, key, value, attn_mask, enable_gqa=enable_gqa and query.shape != key.shape, **options
     )
-    (found,) = exchange(axis, _TOKENS, _HEADS, output)
+    (found,) = all_to_all(axis, TOKENS, DimExchange(_TOKENS, _HEADS), output)
     return found
 
 
@@ -138,7 +208,7 @@ def split(whole: Tensor, dim: int = 1) -> Tensor:
     axis = current_axis()
     if axis is None and not _had_engine and read_environment().world_size > 1:
         _early_splits.append(tuple(whole.shape))
-    return whole if axis is None else axis.part(whole, dim)
+    return whole if axis is None else axis.shard(whole, dim)
 
 
 def note_engine(*, divides: bool) -> None:
@@ -163,7 +233,7 @@ def total(value: Tensor) -> Tensor:
     A mean loss is ``total(sum of this rank's losses) / total(number of losses)`` on every rank of the group.
     """
     axis = current_axis()
-    return value if axis is None else total_over(value, axis)
+    return value if axis is None else total_over(value, axis, LOSS)
 
 
 def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -179,7 +249,7 @@ def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
 
 # -- masks ------------------------------------------------------------------------------------------
 #
-# Lets Hugging Face models make masks of whole sequences, where each rank has a part of each.
+# Lets Hugging Face models make masks of whole sequences, where each rank has a shard of each.
 
 
 _MADE_LOCALLY = ("or_mask_function", "and_mask_function", "block_sequence_ids", "encoder_hidden_states")
@@ -296,7 +366,7 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
         tokens = query.shape[2]
         heads = query.shape[1]
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == all_heads > 1:
-            mask = own_heads(axis, mask, 1)
+            mask = local_heads(axis, mask, 1)
         groups = heads // key.shape[1]
         with_groups: Any = module
         if getattr(module, "num_key_value_groups", groups) != groups:
@@ -305,7 +375,7 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
             kwargs.pop("position_ids", None)
         options = {name: _of_whole(name, each, axis, all_heads, tokens) for name, each in kwargs.items()}
         output, weights = inner(with_groups, query, key, value, mask, *args, **options)
-        (output,) = exchange(axis, _HF_TOKENS, _HF_HEADS, output)
+        (output,) = all_to_all(axis, TOKENS, DimExchange(_HF_TOKENS, _HF_HEADS), output)
         return output, weights
 
     computed.zlaunch_wraps = inner  # type: ignore[attr-defined]  # marks what is wrapped already
@@ -313,7 +383,7 @@ def _on_whole_sequences(inner: Callable[..., Any], *, reads_positions: bool) -> 
 
 
 def _is_divided(module: nn.Module) -> bool:
-    """Tell whether a module is called with parts of sequences. Raises ParameterError if nobody knows."""
+    """Tell whether a module is called with shards of sequences. Raises ParameterError if nobody knows."""
     if passes or placeholder.in_backward():
         return True
     if not module.training:
@@ -329,7 +399,7 @@ def _of_whole(name: str, value: Any, axis: SequenceAxis, heads: int, tokens: int
         return value
     if name in _PER_HEAD and value.shape[_PER_HEAD[name]] in (1, heads):
         dim = _PER_HEAD[name]
-        return value if value.shape[dim] == 1 else own_heads(axis, value, dim)
+        return value if value.shape[dim] == 1 else local_heads(axis, value, dim)
     if name == "position_ids" and value.dim() == 2:
         return axis.gather(value)
     raise ParameterError(f"sequence parallelism: attention does not support {name} {list(value.shape)}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -15,256 +15,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..comm.collectives import Comm
-from ..comm.cut import cut_of
+from ..comm.axis import Axis, Channel
+from ..comm.shard_spec import spec_of
 from ..device import to_device
 from ..errors import ParameterError, RankMismatchError
-from ..log import say
 from ..zero import placeholder
 from ..zero import unit as external_writes
 from ..zero.tensors import tensors_in
 from ..zero.unit import Unit, owner_of
-from .axis import TensorAxis
-from .forwards import GradientSum, SharedForward
-
-# -- part uses --------------------------------------------------------------------------------------
-#
-# Notices operations across the last dimension of activations of which each rank has a part.
-
-
-_ALL = "all"
-_DIMS: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("softmax", "log_softmax", "sum", "mean", "amax", "amin", "std", "var"), (1, _ALL)),
-    **dict.fromkeys(("max", "min", "argmax", "argmin", "cumsum", "logsumexp", "softmin"), (1, _ALL)),
-    **dict.fromkeys(("norm", "vector_norm"), (2, _ALL)),
-    **dict.fromkeys(("glu", "sort"), (1, -1)),
-    **dict.fromkeys(("layer_norm", "rms_norm", "cross_entropy", "nll_loss"), (99, -1)),
-    "normalize": (2, 1),
-    "topk": (2, -1),
-}
-"""Names operations along a dimension: the place of that argument, and its default."""
-_CUT = ("chunk", "split", "tensor_split", "narrow", "__getitem__", "unbind", "select", "index_select")
-_RESHAPE = ("view", "reshape", "flatten", "squeeze", "contiguous")
-_MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
-"""Name products, whose results are no parts."""
-
-
-class PartUses:
-    """Follows outputs of layers that are cut by columns through element-wise operations."""
-
-    def __init__(self) -> None:
-        self._parts: Any = WeakTensorKeyDictionary()
-        """Maps a part to the name of the layer whose output it comes from."""
-
-    def note(self, output: Tensor, name: str) -> None:
-        """Note that a tensor is this rank's part of a layer's output."""
-        self._parts[output] = name
-
-    def clear(self) -> None:
-        """Forget all parts."""
-        self._parts.clear()
-
-    def before(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the part that an operation is given, if any. Raises ParameterError if it computes along the
-        dimension that is cut.
-        """
-        given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._parts), None)
-        if given is not None and _is_along_last(name, given, args, kwargs):
-            raise self._refused(name, given)
-        return given
-
-    def after(self, name: str, given: Tensor, found: Any) -> None:
-        """Follow an operation on a part. Raises ParameterError if it has taken some of it."""
-        if name in _CUT and _is_narrower(given, found):
-            raise self._refused(name, given)
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
-                self._parts[each] = self._parts[given]
-
-    def _refused(self, name: str, given: Tensor) -> ParameterError:
-        layer = self._parts[given]
-        more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
-        return ParameterError(
-            f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
-            f"style of {layer} to colwise_gather_output in tensor_parallel.plan{more}"
-        )
-
-
-def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
-    if name not in _DIMS:
-        return False
-    place, default = _DIMS[name]
-    dims = kwargs.get("dim", args[place] if len(args) > place else default)
-    if dims is None or dims == _ALL:
-        return True
-    chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
-
-
-def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
-    """Tell whether a result is a part as what was given is; heads are no parts, nor is a single one."""
-    if name in _RESHAPE and 0 < found.dim() <= given.dim():
-        return found.shape[-1] == given.shape[-1]
-    return found.shape == given.shape
-
-
-def _is_narrower(given: Tensor, found: Any) -> bool:
-    return any(
-        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[-1] < given.shape[-1]
-        for each in tree_leaves(found)
-    )
-
-
-# -- whole uses -------------------------------------------------------------------------------------
-#
-# Finds whole parameters that are used with parts of activations, and sums their gradients over the ranks.
-#
-# Note [Parts and whole values]
-#     A value is whole if all ranks of the axis have the same, and a part if each has its own. What is
-#     computed
-#     with a part is one. ``enter`` and ``split`` make parts, ``leave`` and ``join`` whole values; cut
-#     parameters are parts. The gradient of a whole value that meets a part in an operation is one rank's
-#     share
-#     of it: only ``enter`` sums it. A parameter that meets nothing but parts gets the sum by a hook.
-#     Whatever
-#     is used in both ways, or is an activation, would need a sum of one use's gradient alone, and is
-#     refused.
-
-
-_PART = "part"
-_MIXED = "mixed"
-_SHOWN = 3
-_ASSIGNS = "__setitem__"
-_ADVICE = (
-    "set the style of the preceding layer to colwise_gather_output in tensor_parallel.plan, or remove that "
-    "layer from the plan"
-)
-
-
-class WholeUses:
-    """Follows the parts through the operations of a pass."""
-
-    def __init__(self, model: nn.Module, axis: TensorAxis, parts: Collection[int]) -> None:
-        """``parts`` has the ids of parameters whose gradients need no sum, or have one: each rank has a part
-        of them, or the plan says so.
-        """
-        self._axis = axis
-        self._own_parts = frozenset(parts)
-        self._parameters = {
-            id(parameter): (name, parameter)
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in self._own_parts
-        }
-        self._kinds: Any = WeakTensorKeyDictionary()
-        """Maps a tensor that is no whole value to its kind."""
-        self._made_of: Any = WeakTensorKeyDictionary()
-        """Maps a tensor that is computed from whole parameters alone to their ids."""
-        self._with_parts: dict[int, str] = {}
-        self._with_whole: dict[int, str] = {}
-        """Name the operation of the first use of each kind, by the id of the parameter."""
-        self._summed: set[int] = set()
-        self._told = 0
-
-    def note_part(self, tensor: Tensor, source: Tensor | None = None) -> None:
-        """Note that a tensor is this rank's part; ``source``, a whole value that has become it, has had its
-        gradient summed.
-        """
-        self._kinds[tensor] = _PART
-        if source is not None:
-            self._use(self._origins(source), self._with_whole, "a sharded layer")
-
-    def note_mixed(self, tensor: Tensor) -> None:
-        """Note that some elements of a tensor are parts, and some whole: its uses are not looked at."""
-        self._kinds[tensor] = _MIXED
-
-    def note_whole(self, tensor: Tensor) -> None:
-        """Note that a tensor is a whole value."""
-        self._kinds.pop(tensor, None)
-
-    def clear(self) -> None:
-        """Forget the tensors of a pass, and tell which parameters' gradients are summed."""
-        self._kinds.clear()
-        self._made_of.clear()
-        names = [self._parameters[identity][0] for identity in self._with_parts]
-        if len(names) > self._told and self._axis.comm.rank == 0:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            say(
-                f"tensor parallelism: gradients of {', '.join(names[:_SHOWN])}{more} are all-reduced, "
-                "because these parameters are used with sharded activations"
-            )
-        self._told = len(names)
-
-    def after(self, name: str, args: Any, kwargs: Any, found: Any, *, looks: bool) -> None:
-        """Follow an operation. With ``looks``, raise ParameterError where a gradient would be a rank's
-        share.
-        """
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-        if name == _ASSIGNS:
-            made.append(args[0])
-        is_part = any(self._is(each, _PART) for each in given)
-        kind = _PART if is_part else _MIXED if any(self._is(each, _MIXED) for each in given) else None
-        if looks and any(each.requires_grad for each in made):
-            self._look(name, given, made, kind)
-        for each in made if kind is not None else ():
-            if id(each) not in self._parameters:
-                self._kinds[each] = kind
-
-    def _look(self, name: str, given: list[Tensor], made: list[Tensor], kind: str | None) -> None:
-        origins = set[int]().union(*(self._origins(each) for each in given))
-        if kind == _PART:
-            for each in given:
-                if each.requires_grad and not self._is_known(each):
-                    raise ParameterError(
-                        f"tensor parallelism: {name} combines a sharded activation with a replicated one, "
-                        f"{list(each.shape)}, whose gradient would miss the other ranks' contributions: "
-                        f"{_ADVICE}"
-                    )
-            self._use(origins, self._with_parts, name)
-        elif kind is None and all(self._origins(each) for each in given):
-            for each in made:
-                if id(each) not in self._parameters:
-                    self._made_of[each] = frozenset(origins)
-        else:
-            self._use(origins, self._with_whole, name)
-
-    def _use(self, origins: Iterable[int], uses: dict[int, str], name: str) -> None:
-        """Note uses of parameters; sum the gradient of one that is used with parts."""
-        for identity in origins:
-            known, parameter = self._parameters[identity]
-            uses.setdefault(identity, name)
-            both = self._with_parts.get(identity), self._with_whole.get(identity)
-            if None not in both:
-                raise ParameterError(
-                    f"tensor parallelism: {known} is used with a sharded activation ({both[0]}) and with a "
-                    f"replicated one ({both[1]}), so its gradient is only partly reduced: {_ADVICE}"
-                )
-            if uses is self._with_parts and identity not in self._summed:
-                self._summed.add(identity)
-                parameter.register_hook(GradientSum(self._axis))  # type: ignore[no-untyped-call]
-
-    def _origins(self, tensor: Tensor) -> frozenset[int]:
-        if id(tensor) in self._parameters:
-            return frozenset((id(tensor),) if tensor.requires_grad else ())
-        if tensor in self._kinds:
-            return frozenset()
-        found: frozenset[int] = self._made_of.get(tensor, frozenset())
-        return found
-
-    def _is(self, tensor: Tensor, kind: str) -> bool:
-        is_own = kind == _PART and id(tensor) in self._own_parts
-        return is_own or self._kinds.get(tensor) == kind
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return bool(self._origins(tensor)) or self._is(tensor, _PART) or self._is(tensor, _MIXED)
-
+from .forwards import SharedForward
+from .tensor_axis import CHECK, TensorAxis
+from .uses import ActivationUses, ReplicatedUses, ShardUses
 
 # -- lone uses --------------------------------------------------------------------------------------
 #
-# Looks at the operations of a pass: notices those that compute with this rank's part of a parameter or
-# activation as if it were whole, and whole parameters that meet parts.
+# Looks at the operations of a pass: notices those that compute with this rank's shard of a parameter or
+# activation as if it were the full one, and replicated parameters that meet shards.
 
 
 _VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__array__")
@@ -276,26 +43,29 @@ _OF_PARAMETERS = (placeholder.__name__, external_writes.__name__)
 
 
 class LoneUses(TorchFunctionMode):
-    """Raises ParameterError where an operation uses a cut parameter outside of the modules that know it, or
-    computes along a dimension of which each rank has a part. ``wholes`` follows the other parameters.
+    """Raises ParameterError where an operation uses a sharded parameter outside of the modules that know it,
+    or computes along a dimension of which each rank has a shard. ``replicated`` follows the other parameters.
     """
 
     def __init__(
-        self, model: nn.Module, cut: Mapping[int, str], forwards: Mapping[str, Any], wholes: WholeUses
+        self,
+        model: nn.Module,
+        sharded: Mapping[int, str],
+        forwards: Mapping[str, Any],
+        replicated: ReplicatedUses,
     ) -> None:
-        """``cut`` names parameters by their ids; those whose modules, or modules around them, have
+        """``sharded`` names parameters by their ids; those whose modules, or modules around them, have
         ``forwards`` of their own are watched.
         """
         super().__init__()
-        self.parts = PartUses()
-        self.wholes = wholes
+        self.activations = ActivationUses(ShardUses(), replicated)
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             around = [own for own in forwards if name == own or name.startswith(f"{own}.")]
             for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in cut and around:
-                    self._names[id(parameter)] = cut[id(parameter)]
+                if parameter is not None and id(parameter) in sharded and around:
+                    self._names[id(parameter)] = sharded[id(parameter)]
                     found = self._modules.setdefault(id(parameter), [])
                     found += [model.get_submodule(own) for own in around]
 
@@ -305,7 +75,8 @@ class LoneUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
         name = _name_of(func)
-        part = self.parts.before(name, args, kwargs or {})
+        shards, replicated = self.activations
+        shard = shards.before(name, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs or {})):
             if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
@@ -313,14 +84,14 @@ class LoneUses(TorchFunctionMode):
                     f"tensor parallelism: {name} uses {self._names[id(each)]}, which is sharded, outside "
                     "its own module: remove the module from tensor_parallel.plan"
                 )
-        if part is not None:
-            self.parts.after(name, part, found)
+        if shard is not None:
+            shards.after(name, shard, found)
         if name not in _HARMLESS:
-            self.wholes.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
+            replicated.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
         return found
 
     def _knows(self, identity: int) -> bool:
-        """Tell whether the present call is the runtime's, or inside of a module that computes with parts."""
+        """Tell whether the present call is the runtime's, or inside of a module that computes with shards."""
         frame = sys._getframe(2)
         is_first = True
         while frame is not None:
@@ -356,9 +127,9 @@ def _name_of(func: Any) -> str:
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else name
 
 
-# -- whole values -----------------------------------------------------------------------------------
+# -- replicated values ------------------------------------------------------------------------------
 #
-# Checks that parameters which each rank has whole stay equal on the ranks that share layers.
+# Checks that replicated parameters stay equal on the ranks that share layers.
 
 
 _FIRST = 3
@@ -366,9 +137,9 @@ _TOLERANCE = 1e-3
 """Is far above what GPUs that round differently do, and far below what another gradient does."""
 
 
-class WholeValues:
-    """Compares whole parameters after the first steps, and then after four times as many: a whole
-    parameter that a model uses on parts of activations has another gradient on each rank.
+class ReplicatedValues:
+    """Compares replicated parameters after the first steps, and then after four times as many: a replicated
+    parameter that a model uses on shards of activations has another gradient on each rank.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -385,14 +156,14 @@ class WholeValues:
         names = []
         sums = []
         with torch.no_grad():
-            for name, values in _whole(model):
+            for name, values in _replicated(model):
                 wide = values.detach().double()
                 names.append(name)
                 sums.append(torch.stack([wide.sum(), wide.abs().sum()]))
         if not sums:
             return
         mine = torch.stack(sums).to(self._axis.comm.device)
-        both = self._axis.largest_of_checks(torch.cat([mine, -mine]))
+        both = self._axis.max(torch.cat([mine, -mine]), CHECK)
         highest = both[: len(names)]
         lowest = -both[len(names) :]
         differs = (highest - lowest).abs()[:, 0] > _TOLERANCE * highest[:, 1]
@@ -407,16 +178,16 @@ class WholeValues:
                 )
 
 
-def _whole(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters that are not cut, or a sharded unit's part of them, by name; not what is
-    offloaded, which a step in the background may still write.
+def _replicated(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the trained parameters that are replicated, or a sharded unit's shard of them, by name; not what
+    is offloaded, which a step in the background may still write.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        cut = cut_of(parameter)
+        spec = spec_of(parameter)
         unit = owner_of(parameter)
-        is_whole = cut is None or len(set(cut.boxes)) == 1
-        if not is_whole or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
+        is_replicated = spec is None or len(set(spec.boxes)) == 1
+        if not is_replicated or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
             continue
         if not unit.shard_params:
             found[id(parameter)] = name, parameter
@@ -510,32 +281,24 @@ class SameBatch:
     mark_count = _WORDS
     """Counts the numbers of :meth:`marks`."""
 
-    def __init__(
-        self,
-        comm: Comm,
-        ranks: Sequence[int],
-        largest: Callable[[Tensor], Tensor],
-        complaint: str,
-        *,
-        every_pass: bool,
-    ) -> None:
-        """``ranks`` share a batch; ``largest`` replaces each element of a tensor by the largest of them;
-        ``complaint`` is what the error says. ``every_pass``: all passes are compared at once, where
-        parameters change before the step.
+    def __init__(self, axis: Axis, channel: Channel, complaint: str, *, every_pass: bool) -> None:
+        """The ranks of ``axis`` share a batch, and compare it in ``channel``; ``complaint`` is what the error
+        says. ``every_pass``: all passes are compared at once, where parameters change before the step.
         """
-        self.ranks = tuple(ranks)
+        self.ranks = tuple(axis.ranks)
         self.complaint = complaint
-        self._device = comm.device
-        self._largest = largest
+        self._axis = axis
+        self._channel = channel
+        self._device = axis.comm.device
         self._every_pass = every_pass
         self._passes = 0
         self._all = torch.zeros((), dtype=torch.int64, device=self._device)
         """Is a number of all passes so far."""
         generator = torch.Generator().manual_seed(_SEED)
-        others = torch.randint(1, 1 << _WORD_BITS, (len(ranks) - 1, _WORDS), generator=generator)
-        own = torch.cat([-others.sum(0, keepdim=True), others])[self.ranks.index(comm.rank)]
+        others = torch.randint(1, 1 << _WORD_BITS, (axis.size - 1, _WORDS), generator=generator)
+        own = torch.cat([-others.sum(0, keepdim=True), others])[axis.rank]
         self._coefficients = own.to(self._device, torch.float64)
-        comm.batches.append(self)
+        axis.comm.batches.append(self)
 
     def __deepcopy__(self, memo: Any) -> SameBatch:
         return self  # the ranks call a copy of a model with one batch, too
@@ -552,7 +315,7 @@ class SameBatch:
             self._passes += 1
 
     def _compare(self, found: Tensor) -> None:
-        if bool(differ(self._largest(both_ways(found)))):
+        if bool(differ(self._axis.max(both_ways(found), self._channel))):
             raise RankMismatchError(self.complaint)
 
     def marks(self) -> Tensor:
@@ -576,14 +339,13 @@ class SameValues:
     Compared are projections of each tensor on two fixed vectors, its norm and its shape.
     """
 
-    def __init__(
-        self, device: torch.device, largest: Callable[[Tensor], Tensor], complaint: str, *, first: int
-    ) -> None:
-        """``largest`` replaces each element of a tensor by the largest of the axis; ``complaint`` is what the
-        error says.
+    def __init__(self, axis: Axis, channel: Channel, complaint: str, *, first: int) -> None:
+        """The ranks of ``axis`` compare values in ``channel`` in the ``first`` passes; ``complaint`` is what
+        the error says.
         """
-        self._device = device
-        self._largest = largest
+        self._axis = axis
+        self._channel = channel
+        self._device = axis.comm.device
         self._complaint = complaint
         self._first = first
         self._passes = 0
@@ -598,7 +360,7 @@ class SameValues:
         sums = torch.zeros(_ROWS, 4, dtype=torch.float64, device=self._device)
         for index, tensor in enumerate(tensors):
             sums[min(index, _ROWS - 1)] += self._summary(tensor, index)
-        both = self._largest(torch.cat([sums, -sums]))
+        both = self._axis.max(torch.cat([sums, -sums]), self._channel)
         spread = both[:_ROWS] + both[_ROWS:]
         limits = both[:_ROWS, 2].sqrt()
         differs = (spread[:, :2] > limits.unsqueeze(1)).any() | (spread[:, 3] > 0).any()
@@ -639,12 +401,11 @@ class Agreement:
         self._has_dropout = has_dropout
         self._uses = uses
         self._passes = 0
-        self._values = WholeValues(axis)
-        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        self._values = ReplicatedValues(axis)
+        ranks = f"{axis.ranks[0]} to {axis.ranks[-1]}"
         self._batch = SameBatch(
-            axis.comm,
-            range(axis.first, axis.first + axis.size),
-            axis.largest_of_checks,
+            axis,
+            CHECK,
             f"ranks {ranks} are one tensor-parallel group but got different batches. Use a "
             "DistributedSampler with num_replicas=engine.data_parallel_size and "
             "rank=engine.data_parallel_rank, or pass training_data= to initialize; before "
@@ -653,7 +414,7 @@ class Agreement:
         )
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise RankMismatchError if the ranks have different batches, or whole parameters.
+        """Raise RankMismatchError if the ranks have different batches, or replicated parameters.
 
         Batches of passes that train are checked here or at the step; at once those in evaluation or without
         gradients, which one rank may make alone, or with words that each rank has drawn for itself.
@@ -662,15 +423,16 @@ class Agreement:
         self._batch.check((args, kwargs), always=is_alone)
         if not is_alone:
             self._values.check(module)
-        if self._axis.own_numbers is not None:
-            self._axis.own_numbers.close()  # a call of a layer by itself may have begun with them
+        if self._axis.shard_rng is not None:
+            self._axis.shard_rng.close()  # a call of a layer by itself may have begun with them
         if self._has_dropout and module.training:
             self._share_random_state()
         is_first = self._passes < _FIRST and self._axis.watched is None  # not inside of another's pass
         if not is_alone and is_first and getattr(module, "_compiled_call_impl", None) is None:
             self._passes += 1
             self._uses.__enter__()  # type: ignore[no-untyped-call]  # torch's own is untyped
-            self._axis.watched = self._uses
+            self._axis.watched = self._uses.activations
+            self._axis.follow = self._uses.activations.replicated.follow
 
     def _share_random_state(self) -> None:
         """Take the random state of the axis's first rank, of the CPU's generator and the device's."""
@@ -679,8 +441,8 @@ class Agreement:
         held: list[Any] = [torch.get_rng_state()]
         if device.type == "cuda":
             held.append(torch.cuda.get_rng_state(device))
-        dist.broadcast_object_list(held, src=axis.first, group=axis.group)
-        if axis.position:
+        dist.broadcast_object_list(held, src=axis.ranks[0], group=axis.group)
+        if axis.rank:
             torch.set_rng_state(held[0])
             if device.type == "cuda":
                 torch.cuda.set_rng_state(held[1], device)
@@ -691,13 +453,15 @@ class SameOutputs:
     one batch, and lets go of what the axis keeps during a pass. A hook.
     """
 
-    def __init__(self, axis: TensorAxis, has_part_of_logits: bool) -> None:
+    def __init__(self, axis: TensorAxis, uses: LoneUses, has_part_of_logits: bool) -> None:
+        """``uses`` is left if :class:`Agreement` has put it in force."""
         self._axis = axis
+        self._uses = uses
         self._has_part_of_logits = has_part_of_logits
-        ranks = f"{axis.first} to {axis.first + axis.size - 1}"
+        ranks = f"{axis.ranks[0]} to {axis.ranks[-1]}"
         self._outputs = SameValues(
-            axis.comm.device,
-            axis.largest_of_checks,
+            axis,
+            CHECK,
             f"the model's outputs differ on ranks {ranks}, a tensor-parallel group with one batch. Possible "
             "causes: an operation uses a sharded weight outside its module, such as F.linear(x, "
             "module.weight): remove it from tensor_parallel.plan. A layer passes its shard to an operation "
@@ -709,19 +473,19 @@ class SameOutputs:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Raise RankMismatchError if the ranks have different outputs, in the first passes of a training."""
-        self._axis.entered = None
+        self._axis.last_copy = None
         if self._axis.watched is not None:
-            self._axis.watched.__exit__(None, None, None)
-            self._axis.watched.parts.clear()
-            self._axis.watched.wholes.clear()
+            self._uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own is untyped
+            self._axis.watched.clear()
             self._axis.watched = None
-        if self._axis.own_numbers is not None:
-            self._axis.own_numbers.close()
+            self._axis.follow = None
+        if self._axis.shard_rng is not None:
+            self._axis.shard_rng.close()
         if output is not None and module.training and torch.is_grad_enabled():
-            self._outputs.check(list(self._wholes(output)))
+            self._outputs.check(list(self._replicated(output)))
 
-    def _wholes(self, output: Any) -> Iterator[Tensor]:
-        """Yield the tensors of an output that each rank has whole."""
+    def _replicated(self, output: Any) -> Iterator[Tensor]:
+        """Yield the tensors of an output that are replicated."""
         if isinstance(output, Mapping):  # of Hugging Face; each rank has its own heads'
             output = [
                 value

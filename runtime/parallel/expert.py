@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..comm.cut import Box, whole_box, whole_shape
+from ..comm.axis import PASSES, STATES, Axis, Channel
+from ..comm.shard_spec import Box, full_box, full_shape
 from ..errors import ParameterError
 from ..models import matching, own_plan, suggestion
 from ..zero import placeholder
 from ..zero.policy import LEAF_MARK
-from .axis import ExpertAxis
-from .axis import exchange_rows as exchange
+from .collectives import RowExchange, all_to_all
 
 # -- indices ----------------------------------------------------------------------------------------
 #
@@ -159,7 +160,7 @@ class Experts(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for name, parameter in self.expert.named_parameters(remove_duplicate=False):
-            total = whole_shape(parameter, placeholder.shape_of(parameter))[0]  # of all ranks' experts
+            total = full_shape(parameter, placeholder.shape_of(parameter))[0]  # of all ranks' experts
             for start in _LISTS:
                 names = [f"{prefix}{start}{number}.{name}" for number in range(total)]
                 found = [state_dict[each] for each in names if each in state_dict]
@@ -211,6 +212,30 @@ def _describe(member: nn.Module) -> dict[str, Any]:
     return found
 
 
+# -- axis -------------------------------------------------------------------------------------------
+#
+# Defines the collectives of the ranks that have different experts and different samples.
+
+
+TOKENS = Channel("expert", "exchanges tokens in its expert-parallel group", "expert")
+STATE = Channel("expert states", "all-gathers a parameter over its expert-parallel group", group=STATES)
+
+
+def open_expert_axis(axis: Axis) -> None:
+    """Make the process groups of the expert axis. Collective for all ranks."""
+    axis.make_group(PASSES)
+    # a state that one rank alone asks for must not meet the tokens of others
+    axis.make_group(STATES, along=["tensor"])
+
+
+def shard_of_experts(axis: Axis) -> tuple[int, Callable[[Tensor], list[Tensor]]]:
+    """Return this rank's place among the ranks that have all experts together, each sharded over the tensor
+    axis, and the function that gathers their shards of a parameter.
+    """
+    tensor = axis.comm.mesh.tensor
+    return axis.rank * tensor + axis.comm.rank % tensor, partial(axis.all_gather, channel=STATE)
+
+
 # -- forward ----------------------------------------------------------------------------------------
 #
 # Defines what a module of experts computes where each rank has some of them.
@@ -238,7 +263,7 @@ class DispatchForward:
         self,
         module: nn.Module,
         name: str,
-        axis: ExpertAxis,
+        axis: Axis,
         experts: int,
         inner: Callable[..., Tensor] | None,
     ) -> None:
@@ -272,15 +297,16 @@ class DispatchForward:
         goes = (owners.unsqueeze(-1) == torch.arange(axis.size, device=index.device)).any(1)
         token = goes.t().nonzero(as_tuple=True)[1]
         counts = goes.sum(0)
-        came = axis.exchange(counts, [1] * axis.size, [1] * axis.size)
+        came = axis.all_to_all(counts, TOKENS)
         *numbers, lowest, highest = torch.cat([counts, came, bounds(index)]).tolist()
         check_bounds(f"expert parallelism: {self.name}", lowest, highest, self.local * axis.size)
         sent = numbers[: axis.size]
         received = numbers[axis.size :]
-        wanted = axis.exchange(index[token], sent, received) - axis.place * self.local
-        rows, scales = exchange(axis, sent, received, hidden[token], weights[token])
+        wanted = axis.all_to_all(index[token], TOKENS, sent, received) - axis.rank * self.local
+        there = RowExchange(sent, received)
+        rows, scales = all_to_all(axis, TOKENS, there, hidden[token], weights[token])
         output = self._compute(rows, wanted, scales, args, kwargs)
-        (found,) = exchange(axis, received, sent, output)
+        (found,) = all_to_all(axis, TOKENS, there.inverse, output)
         whole = found.new_zeros((hidden.shape[0], *found.shape[1:]))
         return whole.index_add(0, token, found)
 
@@ -327,9 +353,9 @@ _STYLE = "ep_dispatch_experts"
 class ExpertPlan:
     """Holds what is decided about the modules of experts of a model."""
 
-    axis: ExpertAxis
+    axis: Axis
     boxes: dict[int, tuple[Box, ...]] = field(default_factory=dict)
-    """The parts of each parameter of experts, by its id."""
+    """The shards of each parameter of experts, by its id."""
     modules: dict[str, int] = field(default_factory=dict)
     """The number of experts of each module, by its name."""
     settings: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
@@ -339,22 +365,24 @@ class ExpertPlan:
         self,
         model: nn.Module,
         given: Sequence[str] | None,
-        cut: dict[int, tuple[Box, ...]],
+        sharded: dict[int, tuple[Box, ...]],
         forwards: dict[str, Any],
     ) -> None:
-        """Decide about all modules of experts. ``cut`` and ``forwards`` are what tensor parallelism has
-        decided: its parts of experts' parameters are cut further, and its forwards serve this rank's experts.
+        """Decide about all modules of experts. ``sharded`` and ``forwards`` are what tensor parallelism has
+        decided: its shards of experts' parameters are split further, and its forwards serve this rank's
+        experts.
 
-        Raises ParameterError for a model without such modules, and for parameters that cannot be cut.
+        Raises ParameterError for a model without such modules, and for parameters that cannot be sharded.
         """
         for name, module in _find(model, given).items():
             total = self._count(name, module)
             self.modules[name] = total
             for key, parameter in module.named_parameters():
-                parts = (
-                    cut.pop(id(parameter), None) or (whole_box(_shape(parameter)),) * self.axis.mesh.tensor
+                shards = (
+                    sharded.pop(id(parameter), None)
+                    or (full_box(_shape(parameter)),) * self.axis.comm.mesh.tensor
                 )
-                self.boxes[id(parameter)] = self._cut_further(f"{name}.{key}", parts, total)
+                self.boxes[id(parameter)] = self._split_further(f"{name}.{key}", shards, total)
             forwards[name] = DispatchForward(module, name, self.axis, total, forwards.get(name))
             self.settings += [
                 (module, key, total // self.axis.size)
@@ -387,14 +415,14 @@ class ExpertPlan:
             )
         return total
 
-    def _cut_further(self, name: str, parts: tuple[Box, ...], total: int) -> tuple[Box, ...]:
+    def _split_further(self, name: str, shards: tuple[Box, ...], total: int) -> tuple[Box, ...]:
         step = total // self.axis.size
-        if any(part[0] != ((0, total),) for part in parts):
+        if any(shard[0] != ((0, total),) for shard in shards):
             raise ParameterError(f"expert parallelism: tensor parallelism already shards {name} by experts")
         return tuple(
-            (((place * step, (place + 1) * step),), *part[1:])
+            (((place * step, (place + 1) * step),), *shard[1:])
             for place in range(self.axis.size)
-            for part in parts
+            for shard in shards
         )
 
     def _refuse_shared(self, model: nn.Module) -> None:

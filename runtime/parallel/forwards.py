@@ -1,8 +1,8 @@
-"""Defines what modules compute on their parts of the parameters, in place of their own forward."""
+"""Defines what modules compute on their shards of the parameters, in place of their own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
-from .axis import TensorAxis, enter, join, leave, split
+from .collectives import copy_to, gather_from, reduce_from, scatter_to
 from .expert import by_position
+from .tensor_axis import LAYER, TensorAxis
 
 
 class SharedForward:
@@ -23,15 +24,15 @@ class SharedForward:
         self.name = ""
         """The module's name in the model, for what is said about it."""
 
-    def open_own_numbers(self) -> None:
-        """Begin with random numbers of this rank's own, while the model trains."""
-        if self.axis.own_numbers is not None and self.module.training:
-            self.axis.own_numbers.open()
+    def open_shard_rng(self) -> None:
+        """Seed the random numbers for this rank, while the model trains."""
+        if self.axis.shard_rng is not None and self.module.training:
+            self.axis.shard_rng.open()
 
-    def close_own_numbers(self) -> None:
-        """End with them."""
-        if self.axis.own_numbers is not None:
-            self.axis.own_numbers.close()
+    def close_shard_rng(self) -> None:
+        """Restore the random numbers that all ranks have."""
+        if self.axis.shard_rng is not None:
+            self.axis.shard_rng.close()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""
@@ -39,64 +40,64 @@ class SharedForward:
 
 
 class ColumnForward(SharedForward):
-    """Computes a part of a linear layer's outputs."""
+    """Computes a shard of a linear layer's outputs."""
 
     gathers = False
     is_followed = True
-    """Say whether the parts are joined, and whether what is computed with a part is looked at."""
+    """Say whether the shards are gathered, and whether operations on a shard are followed."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        output: Tensor = self.original(enter(input, self.axis))
+        output: Tensor = self.original(copy_to(input, self.axis, LAYER))
         if self.gathers:
-            return join(output, self.axis)
-        self.open_own_numbers()
+            return gather_from(output, self.axis, LAYER)
+        self.open_shard_rng()
         if self.axis.watched is not None and self.is_followed:
-            self.axis.watched.parts.note(output, self.name)
+            self.axis.watched.shards.note(output, self.name)
         return output
 
 
 class PackedColumnForward(ColumnForward):
-    """Computes a part of each half of a linear layer's outputs."""
+    """Computes a shard of each half of a linear layer's outputs."""
 
     is_followed = False
 
 
 class GatheredColumnForward(ColumnForward):
-    """Computes a part of a linear layer's outputs, and joins them."""
+    """Computes a shard of a linear layer's outputs, and gathers them."""
 
     gathers = True
 
 
 class RowForward(SharedForward):
-    """Computes a linear layer from a part of its inputs, and sums the parts."""
+    """Computes a linear layer from a shard of its inputs, and sums the results."""
 
     splits = False
 
     def __call__(self, input: Tensor) -> Tensor:
-        self.close_own_numbers()
-        part = split(input, self.axis) if self.splits else input
+        self.close_shard_rng()
+        shard = scatter_to(input, self.axis, LAYER) if self.splits else input
         assert isinstance(self.module, nn.Linear)
         needed = self.module.in_features // self.axis.size
-        if part.shape[-1] != needed:
+        if shard.shape[-1] != needed:
             raise ParameterError(
                 f"tensor parallelism: {self.name} gets {input.shape[-1]} inputs on each rank and uses "
-                f"{part.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
+                f"{shard.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        output = leave(functional.linear(part, self.module.weight), self.axis)
+        output = reduce_from(functional.linear(shard, self.module.weight), self.axis, LAYER)
         bias = self.module.bias
         return output if bias is None else output + bias
 
 
 class SplitRowForward(RowForward):
-    """Computes a linear layer from this rank's part of whole inputs, and sums the parts."""
+    """Computes a linear layer from this rank's shard of replicated inputs, and sums the results."""
 
     splits = True
 
 
 class LatentForward(SharedForward):
-    """Computes a whole linear layer, whose last ``shared`` outputs all heads use, each rank its own ones: the
-    key with positions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
+    """Computes a replicated linear layer, whose last ``shared`` outputs all heads use, on each rank its own:
+    the key with positions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
     """
 
     def __init__(self, module: nn.Module, axis: TensorAxis, shared: int) -> None:
@@ -106,14 +107,14 @@ class LatentForward(SharedForward):
     def __call__(self, input: Tensor) -> Tensor:
         output: Tensor = self.original(input)
         latent, key = torch.split(output, [output.shape[-1] - self.shared, self.shared], -1)
-        found = torch.cat([latent, enter(key, self.axis)], -1)
+        found = torch.cat([latent, copy_to(key, self.axis, LAYER)], -1)
         if self.axis.watched is not None:
-            self.axis.watched.wholes.note_mixed(found)
+            self.axis.watched.replicated.note_mixed(found)
         return found
 
 
 class VocabularyForward(SharedForward):
-    """Looks up the rows that this rank has of an embedding, and sums the parts: others give zeros."""
+    """Looks up the rows that this rank has of an embedding, and sums the results: other rows give zeros."""
 
     def __init__(self, module: nn.Module, axis: TensorAxis, first: int, rows: int) -> None:
         super().__init__(module, axis)
@@ -122,59 +123,49 @@ class VocabularyForward(SharedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         local = input - self.first
-        # a number of no row is nowhere else: looking it up raises here what it raises in a whole embedding
+        # a number of no row is nowhere else: looking it up raises here what it raises in a full embedding
         total = self.rows * self.axis.size
         elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
         output: Tensor = self.original(local.masked_fill(elsewhere, 0))
-        return leave(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+        return reduce_from(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis, LAYER)
 
 
 class WidthForward(SharedForward):
-    """Looks up this rank's columns of an embedding, and joins the parts."""
+    """Looks up this rank's columns of an embedding, and gathers the shards."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        return join(self.original(input), self.axis)
+        return gather_from(self.original(input), self.axis, LAYER)
 
 
 class SummedForward(SharedForward):
-    """Sums the outputs of a module whose inside is cut."""
+    """Sums the outputs of a module whose inside is sharded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.original(*args, **kwargs)
-        self.close_own_numbers()
-        return leave(output, self.axis)
+        self.close_shard_rng()
+        return reduce_from(output, self.axis, LAYER)
 
 
 class ExpertsForward(SharedForward):
-    """Computes a part of every expert, and sums the parts."""
+    """Computes a shard of every expert, and sums the results."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         (hidden, *routing), kwargs = by_position(self.module, args, kwargs)
         if len(routing) >= 2:
             index, weights, *rest = routing
-            routing = [index, enter(weights, self.axis), *rest]
-        hidden = enter(hidden, self.axis)
-        self.open_own_numbers()
+            routing = [index, copy_to(weights, self.axis, LAYER), *rest]
+        hidden = copy_to(hidden, self.axis, LAYER)
+        self.open_shard_rng()
         output = self.original(hidden, *routing, **kwargs)
-        self.close_own_numbers()
-        return leave(output, self.axis)
-
-
-class GradientSum:
-    """Sums a gradient over the axis, or over the group that it keeps for a use: a hook on its parameter."""
-
-    def __init__(self, axis: TensorAxis, use: Hashable = "passes") -> None:
-        self.axis = axis
-        self.use = use
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        return self.axis.sum(gradient.clone(memory_format=torch.contiguous_format), self.use)
+        self.close_shard_rng()
+        return reduce_from(output, self.axis, LAYER)
 
 
 class VocabularyLoss:
-    """Computes a causal language model's loss from this rank's part of the logits, (..., vocabulary / ranks).
+    """Computes a causal language model's loss from this rank's shard of the logits, (..., vocabulary /
+    ranks).
 
-    The formula is -log softmax at the label, with sums over the parts: Megatron-LM, arXiv 1909.08053, 3.
+    The formula is -log softmax at the label, with sums over the shards: Megatron-LM, arXiv 1909.08053, 3.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -198,15 +189,15 @@ class VocabularyLoss:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         wide = wide.reshape(-1, logits.shape[-1])
         counts = wanted != ignore_index
-        shift = self.axis.largest(wide.detach().amax(-1))
-        total = leave((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis)
+        shift = self.axis.max(wide.detach().amax(-1), LAYER)
+        total = reduce_from((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis, LAYER)
         width = wide.shape[-1]
-        local = wanted - self.axis.position * width
-        # a label of no word is nowhere else: its lookup raises, as a loss of whole logits does
+        local = wanted - self.axis.rank * width
+        # a label of no word is nowhere else: its lookup raises, as a loss of full logits does
         elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
         elsewhere = elsewhere | ~counts
-        own = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = leave(own.masked_fill(elsewhere, 0), self.axis)
+        local_logits = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+        chosen = reduce_from(local_logits.masked_fill(elsewhere, 0), self.axis, LAYER)
         losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
         if num_items_in_batch is None:
             return losses.sum() / counts.sum()

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, pairwise
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..comm.axis import Axis
-from ..comm.collectives import Comm
-from ..comm.cut import Box, Cut, cut_of, mark, whole_box
-from ..comm.pending import Work, waits
+from ..comm.axis import Axis, Channel
+from ..comm.shard_spec import Box, ShardSpec, full_box, set_spec, spec_of
 from ..errors import ParameterError
-from ..mesh import own_group
 from ..zero import placeholder
 from ..zero.tensors import tensors_in
 from ..zero.unit import owner_of
-from .plans import keep_states_whole
+from .plans import keep_states_full
 
-# -- line -------------------------------------------------------------------------------------------
+# -- layers -----------------------------------------------------------------------------------------
 
 
-NOTE = "zlaunch_line"
+NOTE = "zlaunch_layers"
 """Names the attribute of a model that says what its layers are: the name of the module whose children they
 are, or a list of modules."""
 USES = "zlaunch_uses"
@@ -45,7 +42,7 @@ ROUTERS = (
 
 
 @dataclass
-class Line:
+class LayerSequence:
     """Holds a model's layers in their order, and which part of the pipeline has which."""
 
     model: nn.Module
@@ -67,7 +64,7 @@ class Line:
         return next(part for part in range(self.parts) if index < self.bounds[part + 1])
 
 
-def find_line(model: nn.Module) -> tuple[str, list[nn.Module]]:
+def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name and the members of the list of layers of a model: that of the most parameters.
 
     Raises ParameterError for a model without one.
@@ -166,7 +163,7 @@ def _filled(weights: Sequence[int], limit: int) -> list[int]:
     return starts
 
 
-# -- cut --------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------
 #
 # Leaves each rank of a pipeline the parameters of its layers; the others stay, with nothing in them.
 
@@ -175,18 +172,18 @@ CHANNEL = "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
-class StageCut(Cut):
-    """Describes a parameter that some stages have, cut or whole; others have an empty part."""
+class StageSpec(ShardSpec):
+    """Describes a parameter that some stages have, sharded or full; others have an empty shard."""
 
-    inner: Cut | None = None
+    inner: ShardSpec | None = None
     spread: Callable[[Tensor, int], Tensor] | None = None
     """Broadcasts a tensor from a stage. Collective for a pipeline's ranks."""
     owners: tuple[int, ...] = ()
     """The stages that have the parameter."""
     is_here: bool = True
     shared: int = 1
-    """How many ranks of a pipeline and of the axes that share layers have the part, on every stage: units are
-    made by it, which all stages have alike."""
+    """How many ranks of a pipeline and of the axes that share layers have the shard, on every stage: units
+    are made by it, which all stages have alike."""
 
     @property
     def numel(self) -> int:
@@ -195,72 +192,37 @@ class StageCut(Cut):
 
     @property
     def copies(self) -> int:
-        """Return how many ranks have a part of the parameter's that is equal."""
+        """Return how many ranks have a shard that is equal to this rank's."""
         return self.shared
 
-    def __deepcopy__(self, memo: Any) -> StageCut:
+    def __deepcopy__(self, memo: Any) -> StageSpec:
         return self
 
-    def whole(self, part: Tensor) -> Tensor:
-        """Gather the whole tensor on all stages. Collective for a pipeline's ranks."""
+    def unshard(self, shard: Tensor) -> Tensor:
+        """Gather the full tensor on all stages. Collective for a pipeline's ranks."""
         assert self.spread is not None
         if not self.is_here:
-            whole = part.new_empty(self.shape)
+            full = shard.new_empty(self.shape)
         else:
-            whole = part.detach() if self.inner is None else self.inner.whole(part)
-        return self.spread(whole.contiguous(), self.owners[0])
+            full = shard.detach() if self.inner is None else self.inner.unshard(shard)
+        return self.spread(full.contiguous(), self.owners[0])
 
 
-class StageAxis(Axis):
-    """Holds the ranks that have different layers of the same model."""
-
-    name = "pipeline"
-
-    def __init__(self, comm: Comm) -> None:
-        """Make the process groups. Collective for all ranks."""
-        super().__init__(comm)
-        self.stages = comm.mesh.pipeline
-        self.stage = comm.mesh.coordinates(comm.rank)["pipeline"]
-        self.keep_group("passes", own_group(comm, "pipeline"))
-        self.ranks = next(ranks for ranks in comm.mesh.groups("pipeline") if comm.rank in ranks)
-
-    def spread(self, tensor: Tensor, stage: int) -> Tensor:
-        """Broadcast a contiguous tensor from a stage; return it."""
-        flat = tensor.view(-1).view(torch.uint8)
-        work = dist.broadcast(flat, self.ranks[stage], group=self.group, async_op=True)
-        self.wait(work, flat, "broadcasts a stage's state")
-        return tensor
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Replace each element by the largest of the axis, in place; return it."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.wait(work, tensor, "compares its batch")
-        return tensor
-
-    def add_group(self, owners: tuple[int, ...]) -> None:
-        """Make the group of some stages. Collective for all ranks."""
-        if self.has_group(owners):
-            return
-        found: Any = None
-        for ranks in self.comm.mesh.groups("pipeline"):
-            some = [ranks[stage] for stage in owners]
-            made = self.comm.new_group(some)
-            found = made if self.comm.rank in some else found
-        self.keep_group(owners, found)
-
-    def sum_tied(self, tensor: Tensor, owners: tuple[int, ...]) -> None:
-        """Sum a tensor in place over the stages that have a parameter."""
-        self.comm._count(CHANNEL, 2 * tensor.numel())
-        work = dist.all_reduce(tensor, group=self.group_for(owners), async_op=True)
-        self.wait(work, tensor, "sums gradients of tied parameters")
-
-    def wait(self, work: Any, tensor: Tensor, what: str) -> None:
-        """Wait for a collective; each kind has a channel, so that the watch sees ranks in different ones."""
-        key = waits.next_key(self.comm.number, f"{CHANNEL}: {what}")
-        Work(work, key, f"{what} in its pipeline", tensor).wait()
+_TIED = Channel(
+    "pipeline: sums gradients of tied parameters",
+    "sums gradients of tied parameters in its pipeline",
+    "pipeline",
+)
+BATCH = Channel("pipeline: compares its batch", "compares its batch in its pipeline")
+_STATE = Channel("pipeline: broadcasts a stage's state", "broadcasts a stage's state in its pipeline")
 
 
-def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
+def sum_tied(tensor: Tensor, axis: Axis, owners: tuple[int, ...]) -> None:
+    """Sum a tensor in place over the stages that have a parameter."""
+    axis.sum(tensor, replace(_TIED, group=owners))
+
+
+def owners_of(sequence: LayerSequence) -> dict[int, tuple[int, ...]]:
     """Return the stages that have each parameter, by its id.
 
     What is registered before the layers goes to the first part, what comes after them to the last; a
@@ -268,13 +230,13 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
     """
     places: dict[int, set[int]] = {}
     parts_of: dict[int, set[int]] = {}
-    for index, layer in enumerate(line.layers):
+    for index, layer in enumerate(sequence.layers):
         for each in modules_of(layer):
-            parts_of.setdefault(id(each), set()).add(line.part_of(index))
+            parts_of.setdefault(id(each), set()).add(sequence.part_of(index))
     has_passed = False
-    for name, module in line.model.named_modules():
-        has_passed = has_passed or name == line.name
-        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+    for name, module in sequence.model.named_modules():
+        has_passed = has_passed or name == sequence.name
+        contains = not name or sequence.name == name or sequence.name.startswith(f"{name}.")
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
@@ -282,25 +244,26 @@ def owners_of(line: Line) -> dict[int, tuple[int, ...]]:
             if id(module) in parts_of:
                 found |= parts_of[id(module)]
             elif contains or parameter.dim() == 0:
-                found.update(range(line.parts))
+                found.update(range(sequence.parts))
             else:
-                found.add(line.parts - 1 if has_passed else 0)
+                found.add(sequence.parts - 1 if has_passed else 0)
     return {
-        identity: tuple(sorted({part % line.stages for part in parts})) for identity, parts in places.items()
+        identity: tuple(sorted({part % sequence.stages for part in parts}))
+        for identity, parts in places.items()
     }
 
 
-def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
+def keep_local_layers(sequence: LayerSequence, axis: Axis) -> list[nn.Parameter]:
     """Empty the parameters of other stages, and mark all; return those that several stages have. Values are
     rank 0's already. Collective. Raises ParameterError for modules that keep statistics.
     """
-    for name, module in line.model.named_modules():
+    for name, module in sequence.model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ParameterError(
                 f"pipeline parallelism: {name}, a {type(module).__name__}, keeps running statistics that "
                 "only one stage would update: use another norm"
             )
-    owners = owners_of(line)
+    owners = owners_of(sequence)
     tied = []
     several = sorted({stages for stages in owners.values() if len(stages) > 1})
     for one, other in combinations(several, 2):
@@ -310,37 +273,39 @@ def leave_own(line: Line, axis: StageAxis) -> list[nn.Parameter]:
                 "others: change pipeline.partition so that these sets are equal or disjoint"
             )
     positions = axis.comm.mesh.tensor
-    for parameter in line.model.parameters():
+    spread = partial(axis.broadcast, channel=_STATE)
+    for parameter in sequence.model.parameters():
         unit = owner_of(parameter)
-        cut = cut_of(parameter)
+        spec = spec_of(parameter)
         if unit is not None:
             unit.wait_unsharded()
             values = parameter.detach().clone()
             unit.hand_over(parameter)
             parameter.data = values
-        shape = tuple(parameter.shape) if cut is None else cut.shape
+        shape = tuple(parameter.shape) if spec is None else spec.shape
         stages = owners[id(parameter)]
-        is_here = axis.stage in stages
-        base = (whole_box(shape),) * positions if cut is None else cut.boxes
-        place = axis.comm.rank % positions if cut is None else cut.position
+        is_here = axis.rank in stages
+        base = (full_box(shape),) * positions if spec is None else spec.boxes
+        place = axis.comm.rank % positions if spec is None else spec.position
         shared = base.count(base[place]) * len(stages)
-        of_experts = cut is not None and cut.of_experts
+        of_experts = spec is not None and spec.of_experts
         if is_here:
             boxes = base * len(stages)
-            place += stages.index(axis.stage) * len(base)
+            place += stages.index(axis.rank) * len(base)
         else:
             boxes = (_empty(shape),)
             place = 0
             parameter.data = parameter.detach().new_empty([0] * len(shape))
-        mark(
+        set_spec(
             parameter,
-            StageCut(shape, boxes, place, None, of_experts, cut, axis.spread, stages, is_here, shared),
+            StageSpec(shape, boxes, place, None, of_experts, spec, spread, stages, is_here, shared),
         )
         if len(stages) > 1:
-            axis.add_group(stages)
+            if not axis.has_group(stages):
+                axis.make_group(stages, places=stages)
             if is_here:
                 tied.append(parameter)
-    keep_states_whole(line.model)
+    keep_states_full(sequence.model)
     return tied
 
 
@@ -406,15 +371,15 @@ class ForeignValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 @contextmanager
-def trying(line: Line) -> Iterator[ForeignValues]:
+def trying(sequence: LayerSequence) -> Iterator[ForeignValues]:
     """Run a trial pass, whose changes of buffers are taken back. Raises ParameterError for layers that keep
     something which other stages would need.
     """
-    foreign = ForeignValues(p for p in line.model.parameters() if placeholder.shape_of(p).numel() == 0)
+    foreign = ForeignValues(p for p in sequence.model.parameters() if placeholder.shape_of(p).numel() == 0)
     before = [
-        (module, key, value, value._version, value.clone()) for module, key, value in _buffers(line.model)
+        (module, key, value, value._version, value.clone()) for module, key, value in _buffers(sequence.model)
     ]
-    watch = StateWatch(line)
+    watch = StateWatch(sequence)
     try:
         with foreign:
             yield foreign
@@ -437,14 +402,14 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 class StateWatch:
     """Notices buffers that the passes of a stage change, and tensors that its layers keep as attributes."""
 
-    def __init__(self, line: Line) -> None:
-        of_layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+    def __init__(self, sequence: LayerSequence) -> None:
+        of_layers = {id(each) for layer in sequence.layers for each in modules_of(layer)}
         self._modules = {
             name: module
-            for name, module in line.model.named_modules()
+            for name, module in sequence.model.named_modules()
             if id(module) in of_layers or next(module.parameters(recurse=False), None) is not None
         }
-        self._is_training = line.model.training
+        self._is_training = sequence.model.training
         self._before = self._states()
 
     def check(self) -> None:
@@ -558,7 +523,7 @@ class LayerForward:
 
     @property
     def _name(self) -> str:
-        return f"{self.passes.line.name}.{self.index}".lstrip(".")
+        return f"{self.passes.sequence.name}.{self.index}".lstrip(".")
 
     def _check(self, run: PartPass, hidden: Any, rest: Any) -> None:
         """Raise ParameterError if layers do not simply follow each other."""
@@ -588,8 +553,8 @@ def _version(value: Any) -> int:
 class Passes:
     """Holds the pass that is going on through a part of the pipeline."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, sequence: LayerSequence) -> None:
+        self.sequence = sequence
         self.run: PartPass | None = None
 
     def __deepcopy__(self, memo: Any) -> Passes:
@@ -614,7 +579,7 @@ class OutsideForward:
         layers than it is registered.
         """
         run = self.passes.run
-        line = self.passes.line
+        sequence = self.passes.sequence
         if run is None or placeholder.in_backward():
             if any(parameter.numel() == 0 for parameter in self.module.parameters()):
                 raise ParameterError(
@@ -622,12 +587,12 @@ class OutsideForward:
                     "engine.train_batch and eval_batch"
                 )
             return self._compute(*args, **kwargs)
-        if run.called != (0 if self.is_early else len(line.layers)):
+        if run.called != (0 if self.is_early else len(sequence.layers)):
             when, place = ("after", "before") if self.is_early else ("before", "after")
             raise ParameterError(
                 f"pipeline parallelism: {self.name} is used {when} the layers but registered {place} them"
             )
-        if (run.start == 0) if self.is_early else (run.stop == len(line.layers)):
+        if (run.start == 0) if self.is_early else (run.stop == len(sequence.layers)):
             return self._compute(*args, **kwargs)
         given: Tensor = args[0] if args else next(iter(kwargs.values()))
         module = self.module
@@ -644,17 +609,17 @@ class OutsideForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def install_forwards(line: Line, passes: Passes) -> None:
+def install_forwards(sequence: LayerSequence, passes: Passes) -> None:
     """Replace the forwards of the layers, and of the modules with parameters outside of them.
 
     Raises ParameterError for a module that cannot be left out.
     """
-    layers = {id(each) for layer in line.layers for each in modules_of(layer)}
+    layers = {id(each) for layer in sequence.layers for each in modules_of(layer)}
     has_passed = False
-    for name, module in line.model.named_modules():
-        has_passed = has_passed or name == line.name
+    for name, module in sequence.model.named_modules():
+        has_passed = has_passed or name == sequence.name
         own = [p for p in module._parameters.values() if p is not None]
-        contains = not name or line.name == name or line.name.startswith(f"{name}.")
+        contains = not name or sequence.name == name or sequence.name.startswith(f"{name}.")
         if id(module) in layers or contains or not own:
             continue
         simple = isinstance(module, (nn.Embedding, nn.Linear)) or all(p.dim() < 2 for p in own)
@@ -664,5 +629,5 @@ def install_forwards(line: Line, passes: Passes) -> None:
                 "is not supported"
             )
         module.forward = OutsideForward(module, name, not has_passed, passes)
-    for index, layer in enumerate(line.layers):
+    for index, layer in enumerate(sequence.layers):
         layer.forward = LayerForward(layer, index, passes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.cut import Cut, cut_of
+from ..comm.shard_spec import ShardSpec, spec_of
 from ..errors import ParameterError
 from ..models import matching, own_plan, suggestion
 
@@ -90,41 +90,41 @@ def _matches(module: nn.Module, patterns: Mapping[str, str], asked_by: str | Non
     return found
 
 
-# -- whole states -----------------------------------------------------------------------------------
+# -- full states -----------------------------------------------------------------------------------
 #
-# Lets ``state_dict`` give whole tensors, and ``load_state_dict`` take them, of a model that is cut.
+# Lets ``state_dict`` give full tensors, and ``load_state_dict`` take them, of a model that is sharded.
 
 
-class _WholeState:
-    """Replaces a module's parts in its state by whole tensors: a hook; collective for the axis."""
+class _FullState:
+    """Replaces a module's shards in its state by full tensors: a hook; collective for the axis."""
 
-    def __init__(self, cuts: dict[str, Cut]) -> None:
-        self._cuts = cuts
+    def __init__(self, specs: dict[str, ShardSpec]) -> None:
+        self._specs = specs
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, cut in self._cuts.items():
+        for name, spec in self._specs.items():
             if prefix + name in state:
-                state[prefix + name] = cut.whole(state[prefix + name])
+                state[prefix + name] = spec.unshard(state[prefix + name])
 
 
-class _PartOfState:
-    """Replaces whole tensors in a state by a module's parts before it is loaded: a hook."""
+class _ShardedState:
+    """Replaces full tensors in a state by a module's shards before it is loaded: a hook."""
 
-    def __init__(self, cuts: dict[str, Cut]) -> None:
-        self._cuts = cuts
+    def __init__(self, specs: dict[str, ShardSpec]) -> None:
+        self._specs = specs
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, cut in self._cuts.items():
+        for name, spec in self._specs.items():
             value = state.get(prefix + name)
-            if value is not None and tuple(value.shape) == cut.shape:
-                state[prefix + name] = cut.part(value)
+            if value is not None and tuple(value.shape) == spec.shape:
+                state[prefix + name] = spec.shard(value)
 
 
-def keep_states_whole(model: nn.Module) -> None:
-    """Install the hooks on every module with parameters that are cut."""
+def keep_states_full(model: nn.Module) -> None:
+    """Install the hooks on every module with parameters that are sharded."""
     for module in model.modules():
-        found = {name: cut_of(p) for name, p in module._parameters.items() if p is not None}
-        cuts = {name: cut for name, cut in found.items() if cut is not None}
-        if cuts:
-            module.register_state_dict_post_hook(_WholeState(cuts))  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_PartOfState(cuts))  # type: ignore[no-untyped-call]
+        found = {name: spec_of(p) for name, p in module._parameters.items() if p is not None}
+        specs = {name: spec for name, spec in found.items() if spec is not None}
+        if specs:
+            module.register_state_dict_post_hook(_FullState(specs))  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_ShardedState(specs))  # type: ignore[no-untyped-call]

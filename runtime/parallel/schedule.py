@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from ..comm.axis import PASSES, Axis
 from ..comm.collectives import Comm
+from ..comm.shard_spec import spec_of
 from ..config import Config
 from ..engine import Engine, WholeSteps, loss_in, to_device
 from ..errors import ParameterError, RankMismatchError
@@ -22,19 +24,20 @@ from ..zero.tensors import tensors_in
 from ..zero.unit import Unit
 from .checks import both_ways, differ, fingerprint
 from .pipeline import (
+    BATCH,
     CHANNEL,
     ROUTERS,
     ForeignValues,
     LayerForward,
-    Line,
+    LayerSequence,
     OutsideForward,
     PartPass,
     Passes,
-    StageAxis,
     StateWatch,
     divide,
-    find_line,
-    leave_own,
+    find_layers,
+    keep_local_layers,
+    sum_tied,
     trying,
     weights_of,
 )
@@ -55,10 +58,10 @@ Meta = tuple[tuple[int, ...], torch.dtype]
 class PartModule(nn.Module):
     """Computes one part of the pipeline for a micro-batch, which it finds by its number."""
 
-    def __init__(self, part: int, line: Line, passes: Passes, axis: StageAxis, call: Call) -> None:
+    def __init__(self, part: int, sequence: LayerSequence, passes: Passes, axis: Axis, call: Call) -> None:
         super().__init__()
         self._part = part
-        self._line = line
+        self._sequence = sequence
         self._passes = passes
         self._axis = axis
         self._call = call
@@ -71,24 +74,26 @@ class PartModule(nn.Module):
     @property
     def is_last(self) -> bool:
         """Tell whether the part computes the loss."""
-        return bool(self._part == self._line.parts - 1)
+        return bool(self._part == self._sequence.parts - 1)
 
     def forward(self, *received: Any, number: Tensor) -> Any:
         """Return what the next part gets, or the loss as (1,)."""
-        line = self._line
+        sequence = self._sequence
         first = self._part == 0
         given = None if first else received[0]
-        run = PartPass(line.bounds[self._part], line.bounds[self._part + 1], given, foreign=self.foreign)
+        run = PartPass(
+            sequence.bounds[self._part], sequence.bounds[self._part + 1], given, foreign=self.foreign
+        )
         count = self._axis.comm._count
         self._passes.run = run
         try:
             found = self._call(self.micro_batches[int(number)], self.is_last)
         finally:
             self._passes.run = None
-        if run.called != len(line.layers):
+        if run.called != len(sequence.layers):
             raise ParameterError(
-                f"pipeline parallelism: the model called {run.called} of {len(line.layers)} layers "
-                f"({line.name})"
+                f"pipeline parallelism: the model called {run.called} of {len(sequence.layers)} layers "
+                f"({sequence.name})"
             )
         if given is not None and torch.is_grad_enabled():
             count(CHANNEL, given.numel())  # its gradient is sent back
@@ -122,20 +127,20 @@ class Stages:
 
     def __init__(
         self,
-        line: Line,
+        sequence: LayerSequence,
         passes: Passes,
-        axis: StageAxis,
+        axis: Axis,
         schedule: str,
         call: Call,
         before: Callable[[], None],
     ) -> None:
         """``call`` calls the model; ``before`` is called before each backward pass."""
-        self.line = line
+        self.sequence = sequence
         self.axis = axis
         self.schedule = schedule
         self._before = before
-        own = range(axis.stage, line.parts, line.stages)
-        self.modules = {part: PartModule(part, line, passes, axis, call) for part in own}
+        own = range(axis.rank, sequence.parts, sequence.stages)
+        self.modules = {part: PartModule(part, sequence, passes, axis, call) for part in own}
         self._metas: dict[Any, list[Meta]] = {}
         self._built: tuple[Any, Any] | None = None
         self._steps = 0
@@ -166,10 +171,10 @@ class Stages:
         of the micro-batches. Raises ParameterError where a schedule cannot take so many of them.
         """
         count = len(micro_batches)
-        if self.schedule == "interleaved" and count % self.line.stages:
+        if self.schedule == "interleaved" and count % self.sequence.stages:
             raise ParameterError(
                 "pipeline.schedule: interleaved needs gradient_accumulation_steps to be a multiple of the "
-                f"{self.line.stages} stages, got {count}"
+                f"{self.sequence.stages} stages, got {count}"
             )
         with self._passes():
             return self._train(micro_batches, key)
@@ -182,11 +187,11 @@ class Stages:
         self._expect(metas)
         if self._built is None or self._built[0] != (key, count):
             self._built = (key, count), self._build(metas, count)
-        watch = StateWatch(self.line) if self._steps < _FIRST or self._steps % _EVERY == 0 else None
+        watch = StateWatch(self.sequence) if self._steps < _FIRST or self._steps % _EVERY == 0 else None
         self._steps += 1
         numbers = torch.arange(count)
         given = (numbers,) if 0 in self.modules else ()
-        has_last = self.line.parts - 1 in self.modules
+        has_last = self.sequence.parts - 1 in self.modules
         losses: list[Tensor] = []
         rest = {"target": numbers, "losses": losses} if has_last else {}
         self._built[1].step(*given, number=numbers, **rest)
@@ -212,7 +217,7 @@ class Stages:
         losses = []
         self._expect(metas)
         for number in range(len(micro_batches)):
-            for part in range(self.line.parts):
+            for part in range(self.sequence.parts):
                 if part not in self.modules:
                     continue
                 module = self.modules[part]
@@ -220,7 +225,9 @@ class Stages:
                 if part and part - 1 not in self.modules:
                     shape, dtype = metas[part - 1]
                     buffer = torch.empty(shape, dtype=dtype, device=self.axis.comm.device)
-                    dist.recv(buffer, self.axis.ranks[(part - 1) % self.line.stages], group=self.axis.group)
+                    dist.recv(
+                        buffer, self.axis.ranks[(part - 1) % self.sequence.stages], group=self.axis.group
+                    )
                     received = (buffer,)
                 output = module(*received, number=torch.tensor(number))
                 if module.is_last:
@@ -228,7 +235,7 @@ class Stages:
                 else:
                     dist.send(
                         output.contiguous(),
-                        self.axis.ranks[(part + 1) % self.line.stages],
+                        self.axis.ranks[(part + 1) % self.sequence.stages],
                         group=self.axis.group,
                     )
         return losses
@@ -239,8 +246,8 @@ class Stages:
             return self._metas[key]
         metas: list[Meta] = []
         device = self.axis.comm.device
-        is_training = self.line.model.training
-        for part in range(self.line.parts - (is_training in self._tried)):
+        is_training = self.sequence.model.training
+        for part in range(self.sequence.parts - (is_training in self._tried)):
             found: list[Any] = [None]
             if part in self.modules:
                 received = []
@@ -248,7 +255,7 @@ class Stages:
                     shape, dtype = metas[-1]
                     received.append(torch.zeros(shape, dtype=dtype, device=device))
                 found = [self._try(self.modules[part], received)]
-            source = self.axis.ranks[part % self.line.stages]
+            source = self.axis.ranks[part % self.sequence.stages]
             dist.broadcast_object_list(found, source, group=self.axis.group)
             if isinstance(found[0], str):
                 raise ParameterError(found[0])
@@ -263,7 +270,7 @@ class Stages:
         devices = [device] if device.type == "cuda" else []
         module.meta = None
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), trying(self.line) as module.foreign:
+            with torch.no_grad(), torch.random.fork_rng(devices), trying(self.sequence) as module.foreign:
                 output = module(*received, number=torch.tensor(0))
         except ParameterError as error:
             return str(error)
@@ -285,7 +292,7 @@ class Stages:
                 _Stage(
                     module,
                     part,
-                    self.line.parts,
+                    self.sequence.parts,
                     self.axis.comm.device,
                     input_args=(received,),
                     output_args=(output,),
@@ -296,7 +303,7 @@ class Stages:
         options: dict[str, Any] = {"loss_fn": _the_loss}  # parameters have no grad that it could scale
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, **options)
-        is_short = count < self.line.stages  # both then have all micro-batches on their way
+        is_short = count < self.sequence.stages  # both then have all micro-batches on their way
         kind: Any = ScheduleGPipe if self.schedule == "gpipe" or is_short else Schedule1F1B
         return kind(stages[0], count, **options)
 
@@ -330,9 +337,9 @@ class StagedModel:
     """Holds the parts of an engine's pipeline."""
 
     def __init__(
-        self, line: Line, axis: StageAxis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
+        self, sequence: LayerSequence, axis: Axis, tied: Sequence[nn.Parameter], schedule: str, passes: Passes
     ) -> None:
-        self.line = line
+        self.sequence = sequence
         self.axis = axis
         self.tied = tied
         self.schedule = schedule
@@ -368,8 +375,8 @@ class StagedModel:
             if total is None:
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 total = torch.zeros(placeholder.shape_of(parameter), dtype=wide, device=self.axis.comm.device)
-            cut: Any = parameter.zlaunch_cut  # type: ignore[attr-defined]  # all of a pipeline have one
-            self.axis.sum_tied(total, cut.owners)
+            spec: Any = spec_of(parameter)  # all of a pipeline have one
+            sum_tied(total, self.axis, spec.owners)
             add(unit, unit.index_of[id(parameter)], total)
 
 
@@ -386,7 +393,7 @@ class PipelineSchedule(WholeSteps):
         """Tells that a step or an evaluation is running, whose calls of the engine are allowed."""
         engine._sharded.replace_gradient = pipeline.collect
         pipeline.stages = Stages(
-            pipeline.line,
+            pipeline.sequence,
             pipeline.passes,
             pipeline.axis,
             pipeline.schedule,
@@ -483,7 +490,7 @@ class PipelineSchedule(WholeSteps):
         device = axis.comm.device
         # fingerprints of the batches travel with the number that all stages wait for in any case
         is_short = torch.full((1,), int(len(micro_batches) < count), dtype=torch.int64, device=device)
-        found = axis.largest(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]))
+        found = axis.max(torch.cat([is_short, both_ways(fingerprint(micro_batches, device))]), BATCH)
         ends, differs = torch.stack([found[0] > 0, differ(found[1:])]).tolist()
         if ends:
             raise StopIteration(
@@ -498,7 +505,7 @@ class PipelineSchedule(WholeSteps):
         if differs:
             raise RankMismatchError(self._pipeline.other_batch)
         if loss_fn is not None:
-            self._pipeline.line.loss_fn = loss_fn
+            self._pipeline.sequence.loss_fn = loss_fn
         return micro_batches
 
     def _key(self, micro_batches: Sequence[Any]) -> Any:
@@ -508,7 +515,7 @@ class PipelineSchedule(WholeSteps):
                 "pipeline parallelism: the micro-batches of a step must have one shape, got "
                 f"{sorted(set(shapes))} (dataloader_drop_last drops a smaller last one)"
             )
-        return (self._pipeline.line.model.training, shapes[0])
+        return (self._pipeline.sequence.model.training, shapes[0])
 
     def _call_model(self, micro_batch: Any, wants_loss: bool) -> Any:
         """Call the model with a micro-batch; return the scaled loss while it trains, else the plain one."""
@@ -529,7 +536,7 @@ class PipelineSchedule(WholeSteps):
             if given.get("output_router_logits"):
                 raise ParameterError(ROUTERS)
             labels = None
-            if not wants_loss or self._pipeline.line.loss_fn is not None:
+            if not wants_loss or self._pipeline.sequence.loss_fn is not None:
                 labels = given.pop("labels", None)
             return forward(**given), labels
         inputs, labels = micro_batch
@@ -537,7 +544,7 @@ class PipelineSchedule(WholeSteps):
         return forward(*(to_device(each, device) for each in args)), to_device(labels, device)
 
     def _loss_of(self, output: Any, labels: Any) -> Tensor:
-        loss_fn = self._pipeline.line.loss_fn
+        loss_fn = self._pipeline.sequence.loss_fn
         if loss_fn is not None:
             loss: Tensor = loss_fn(output, labels) if labels is not None else loss_fn(output)
             return loss
@@ -550,7 +557,7 @@ class PipelineSchedule(WholeSteps):
         if own is not None:
             total += torch.stack([own.detach().double(), torch.ones_like(own, dtype=torch.float64)])
         comm.all_reduce_scalars(total, "sums the losses")
-        wide = any(p.dtype == torch.float64 for p in self._pipeline.line.model.parameters())
+        wide = any(p.dtype == torch.float64 for p in self._pipeline.sequence.model.parameters())
         return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
 
 
@@ -579,25 +586,26 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
     section = config.pipeline
     stages = comm.mesh.pipeline
     problem = None
-    line = None
+    sequence = None
     try:
         _check_torch()
-        name, layers = find_line(model)
-        line = Line(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
+        name, layers = find_layers(model)
+        sequence = LayerSequence(model, name, layers, stages, loss_fn=getattr(model, "loss_fn", None))
         parts = stages * (section.virtual_stages if section.schedule == "interleaved" else 1)
-        line.bounds = divide(weights_of(model, layers), parts, section.partition)
+        sequence.bounds = divide(weights_of(model, layers), parts, section.partition)
     except ParameterError as error:
         problem = str(error)
     for rank, said in enumerate(comm.exchange(problem)):
         if said is not None:
             raise ParameterError(said if said == problem else f"on rank {rank}: {said}")
-    assert line is not None
-    axis = StageAxis(comm)
-    tied = leave_own(line, axis)
+    assert sequence is not None
+    axis = Axis(comm, "pipeline")
+    axis.make_group(PASSES)
+    tied = keep_local_layers(sequence, axis)
     if comm.rank == 0:
-        sizes = ", ".join(str(b - a) for a, b in pairwise(line.bounds))
+        sizes = ", ".join(str(b - a) for a, b in pairwise(sequence.bounds))
         detail(f"pipeline parallelism: {stages} stages, {section.schedule}; layers per part: {sizes}")
-    return StagedModel(line, axis, tied, section.schedule, Passes(line))
+    return StagedModel(sequence, axis, tied, section.schedule, Passes(sequence))
 
 
 def _check_torch() -> None:

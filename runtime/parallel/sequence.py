@@ -1,4 +1,4 @@
-"""Lets the ranks of an axis have different parts of each sequence that a model is given."""
+"""Lets the ranks of an axis have different shards of each sequence that a model is given."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from ..log import detail, say, warn
 from ..mesh import MeshShape
 from ..models import causal_model, text_config
 from .attention import (
+    CHECK,
+    LOSS,
     NOTE,
+    SequenceAxis,
     WholeSequences,
     heads_problem,
     note_engine,
@@ -30,12 +33,12 @@ from .attention import (
     wrap_attention_function,
     wrap_mask_functions,
 )
-from .axis import SequenceAxis, total
 from .checks import SameBatch
+from .collectives import total
 
 # -- loss -------------------------------------------------------------------------------------------
 #
-# Computes a causal language model's loss where each rank has a part of the logits' tokens.
+# Computes a causal language model's loss where each rank has a shard of the logits' tokens.
 
 
 IGNORED = -100
@@ -47,7 +50,7 @@ class SequenceLoss:
     """
 
     def __init__(self, axis: SequenceAxis, whole: Callable[..., Tensor]) -> None:
-        """``whole`` computes the loss outside of a pass with parts of sequences."""
+        """``whole`` computes the loss outside of a pass with shards of sequences."""
         self.axis = axis
         self.whole = whole
         self.calls = 0
@@ -84,14 +87,14 @@ class SequenceLoss:
         return mean
 
 
-class PartOfLabels:
-    """Returns this rank's part of labels, in a pass with parts of sequences; else all."""
+class LocalLabels:
+    """Returns this rank's shard of labels, in a pass with shards of sequences; else all."""
 
     def __init__(self, axis: SequenceAxis) -> None:
         self.axis = axis
 
     def __call__(self, labels: Tensor) -> Tensor:
-        return self.axis.part(labels) if self.axis.is_open else labels
+        return self.axis.shard(labels) if self.axis.is_open else labels
 
 
 class SequenceTotals:
@@ -103,16 +106,16 @@ class SequenceTotals:
     def __call__(self, summed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         if not passes:
             return summed, count
-        return total(summed, self.axis), self.axis.sum(count)
+        return total(summed, self.axis, LOSS), self.axis.sum(count, LOSS)
 
 
 # -- forward ----------------------------------------------------------------------------------------
 #
-# Defines what a Hugging Face model computes where ranks have parts of each sequence.
+# Defines what a Hugging Face model computes where ranks have shards of each sequence.
 
 
 _DIVIDED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids", "labels", "shift_labels")
-"""Names the inputs with tokens in the second dimension, of which each rank gets its part."""
+"""Names the inputs with tokens in the second dimension, of which each rank gets its shard."""
 _WHOLE = ("attention_mask",)
 _REFUSED = {
     "past_key_values": "a cache",
@@ -149,7 +152,7 @@ class _Forward:
         return {name: value for name, value in bound.items() if value is not None}
 
     def refuse(self, given: dict[str, Any]) -> None:
-        """Raise ParameterError for arguments that parts of sequences cannot have."""
+        """Raise ParameterError for arguments that shards of sequences cannot have."""
         for name, what in _REFUSED.items():
             value = given.get(name, getattr(self.module.config, name, None) if "router" in name else None)
             if value is not None and not (isinstance(value, (bool, int)) and not value):
@@ -158,8 +161,8 @@ class _Forward:
             raise ParameterError("sequence parallelism: training with use_cache=True is not supported")
 
     def compute(self, given: dict[str, Any], length: int, position_ids: Tensor) -> Any:
-        """Call the model's own forward with this rank's parts of sequences, of which ``length`` and
-        ``position_ids`` are of the whole. Raises ParameterError if some of its attention was on parts.
+        """Call the model's own forward with this rank's shards of sequences, of which ``length`` and
+        ``position_ids`` are of the whole. Raises ParameterError if some of its attention was on shards.
         """
         has_cache = given.get("use_cache", getattr(self.module.config, "use_cache", False))
         if "use_cache" in self.__signature__.parameters:
@@ -181,27 +184,24 @@ class _Forward:
 
 
 class SequenceForward(_Forward):
-    """Takes whole sequences, the same on all ranks of the axis, and computes with this rank's part; the loss
-    is that of all parts, everything else in the output is this rank's.
+    """Takes whole sequences, the same on all ranks of the axis, and computes with this rank's shard; the loss
+    is that of all shards, everything else in the output is this rank's.
     """
 
     def __init__(self, module: Any, axis: SequenceAxis, layers: int, *, steps_in_backward: bool) -> None:
         super().__init__(module, axis, layers)
-        first = axis.comm.mesh.groups("sequence")
-        own = next(ranks for ranks in first if axis.comm.rank in ranks)
         self._batch = SameBatch(
-            axis.comm,
-            own,
-            axis.largest,
-            f"ranks {', '.join(map(str, own))} are one sequence-parallel group but got different batches: "
-            "pass the same whole batch on each rank. Use a DistributedSampler with "
+            axis,
+            CHECK,
+            f"ranks {', '.join(map(str, axis.ranks))} are one sequence-parallel group but got different "
+            "batches: pass the same whole batch on each rank. Use a DistributedSampler with "
             "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; in the Trainer, "
             "ParallelismConfig(sp_size=...)",
             every_pass=steps_in_backward,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with this rank's part. Raises ParameterError for inputs that cannot be divided,
+        """Compute with this rank's shard. Raises ParameterError for inputs that cannot be divided,
         RankMismatchError where the ranks were given different ones.
         """
         given = self.bind(args, kwargs)
@@ -223,7 +223,7 @@ class SequenceForward(_Forward):
         position_ids = given["position_ids"]
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in _WHOLE:
-                given[name] = self._part(name, value, length)
+                given[name] = self._shard(name, value, length)
         calls = self.module.loss_function.calls
         output = self.compute(given, length, position_ids)
         if "labels" in given and self.module.loss_function.calls == calls:
@@ -233,14 +233,14 @@ class SequenceForward(_Forward):
             )
         return output
 
-    def _part(self, name: str, value: Tensor, length: int) -> Tensor:
+    def _shard(self, name: str, value: Tensor, length: int) -> Tensor:
         if name in _DIVIDED:
             if value.dim() < 2 or value.shape[1] != length:
                 raise ParameterError(
                     f"sequence parallelism: {name} is {list(value.shape)}, but there are {length} tokens in "
                     "the second dimension of the model's inputs"
                 )
-            return self.axis.part(value)
+            return self.axis.shard(value)
         if value.dim() == 0 or name.startswith(("cu_seq", "max_length")):
             return value  # about the batch
         raise ParameterError(f"sequence parallelism: the input {name}, {list(value.shape)}, is not supported")
@@ -257,15 +257,15 @@ class SequenceForward(_Forward):
             )
 
 
-class PartsForward(_Forward):
-    """Takes this rank's part of sequences, as a script or its loader has divided them, with position_ids."""
+class ShardsForward(_Forward):
+    """Takes this rank's shard of sequences, as a script or its loader has divided them, with position_ids."""
 
     def __init__(self, module: Any, axis: SequenceAxis, layers: int, whole_evaluations: bool) -> None:
         super().__init__(module, axis, layers)
         self._whole_evaluations = whole_evaluations
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with this rank's part. Raises ParameterError without position_ids."""
+        """Compute with this rank's shard. Raises ParameterError without position_ids."""
         given = self.bind(args, kwargs)
         if not self.axis.is_open or (self._whole_evaluations and not self.module.training):
             return self.original(given)
@@ -296,7 +296,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 class RotaryForward:
-    """Replaces a rotary embedding's forward: computes with whole sequences, and returns this rank's part."""
+    """Replaces a rotary embedding's forward: computes with whole sequences, and returns this rank's shard."""
 
     def __init__(self, module: Any, axis: SequenceAxis) -> None:
         self.module = module
@@ -306,11 +306,11 @@ class RotaryForward:
         """Return cosines and sines, (batch or 1, tokens, width), of this rank's tokens."""
         whole = self.axis.positions
         forward = type(self.module).forward
-        is_part = whole is not None and whole.shape[-1] == position_ids.shape[-1] * self.axis.size
-        if whole is None or not is_part:
+        is_shard = whole is not None and whole.shape[-1] == position_ids.shape[-1] * self.axis.size
+        if whole is None or not is_shard:
             return forward(self.module, x, position_ids, *args, **kwargs)
         found = forward(self.module, x, whole, *args, **kwargs)
-        return tuple(self.axis.part(each, dim=each.dim() - 2) for each in found)
+        return tuple(self.axis.shard(each, dim=each.dim() - 2) for each in found)
 
 
 def give_whole_lengths(model: nn.Module, axis: SequenceAxis) -> None:
@@ -379,20 +379,20 @@ class ScriptForward:
         return output
 
 
-# -- parts ------------------------------------------------------------------------------------------
+# -- shards -----------------------------------------------------------------------------------------
 #
-# Notes that a script gives each rank its part of sequences, instead of whole ones.
+# Notes that a script gives each rank its shard of sequences, instead of whole ones.
 
 
-PARTS = "zlaunch_gets_parts"
-"""Names the attribute of a model that gets parts; its value tells whether evaluations get whole sequences."""
+SHARDS = "zlaunch_gets_shards"
+"""Names the attribute of a model that gets shards; its value tells whether evaluations get whole ones."""
 
 
-def note_parts(model: nn.Module, whole_evaluations: bool) -> None:
-    """Note on the Hugging Face model in a model that it gets parts of sequences with their position_ids."""
+def note_shards(model: nn.Module, whole_evaluations: bool) -> None:
+    """Note on the Hugging Face model in a model that it gets shards of sequences with their position_ids."""
     owner = causal_model(model)
     if owner is not None:
-        setattr(owner, PARTS, whole_evaluations)
+        setattr(owner, SHARDS, whole_evaluations)
 
 
 # -- apply ------------------------------------------------------------------------------------------
@@ -403,11 +403,11 @@ _MIX_LAYERS = (nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts | None:
-    """Let a model compute on parts of sequences, if ranks have different ones; return how the ranks add up a
+    """Let a model compute on shards of sequences, if ranks have different ones; return how the ranks add up a
     loss, None where each has its own or the script does it.
 
     A causal language model of Hugging Face takes whole batches, equal on all ranks of the axis, and gives the
-    loss of all parts; any other model calls ``zlaunch.sequence``. Collective. Raises ParameterError for a
+    loss of all shards; any other model calls ``zlaunch.sequence``. Collective. Raises ParameterError for a
     model that cannot be divided.
     """
     note_engine(divides=comm.mesh.sequence > 1)
@@ -417,11 +417,11 @@ def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts |
     if owner is not None:  # before ranks meet in the group: no rank waits for one that has refused
         _check(owner, comm.mesh)
     axis = SequenceAxis(comm)
-    parts = None
+    loss_parts = None
     if owner is None:
         model.forward = ScriptForward(model, axis)
     else:
-        parts = _divide(owner, axis, steps_in_backward=config.zero_optimization.step_in_backward)
+        loss_parts = _divide(owner, axis, steps_in_backward=config.zero_optimization.step_in_backward)
     if comm.rank == 0:
         local = read_environment().local_world_size
         block = axis.size * comm.mesh.tensor
@@ -429,29 +429,29 @@ def share_sequences(model: nn.Module, config: Config, comm: Comm) -> LossParts |
         how = "split by the script" if owner is None else type(owner).__name__
         tell = say if crossing else detail
         tell(f"sequence parallelism: {axis.size} ranks per sequence ({how}){crossing}")
-    return parts
+    return loss_parts
 
 
 def _divide(model: Any, axis: SequenceAxis, *, steps_in_backward: bool) -> LossParts | None:
-    """Install what a Hugging Face model computes on parts; return how its loss is added up."""
+    """Install what a Hugging Face model computes on shards; return how its loss is added up."""
     config = text_config(model)
     wrap_attention_function(config._attn_implementation)
     for module in model.modules():
         setattr(module, NOTE, axis)
     give_whole_lengths(model, axis)
-    whole_evaluations = getattr(model, PARTS, None)
+    whole_evaluations = getattr(model, SHARDS, None)
     # a pass through a stage of a pipeline calls some of the layers
     layers = config.num_hidden_layers if axis.comm.mesh.pipeline == 1 else 1
     if whole_evaluations is not None:
-        model.forward = PartsForward(model, axis, layers, whole_evaluations)
+        model.forward = ShardsForward(model, axis, layers, whole_evaluations)
         return None
     model.loss_function = SequenceLoss(axis, model.loss_function)
     model.forward = SequenceForward(model, axis, layers, steps_in_backward=steps_in_backward)
-    return LossParts(PartOfLabels(axis), SequenceTotals(axis))
+    return LossParts(LocalLabels(axis), SequenceTotals(axis))
 
 
 def _check(model: Any, mesh: MeshShape) -> None:
-    """Raise ParameterError for a Hugging Face model whose parts cannot be computed by themselves; wrap the
+    """Raise ParameterError for a Hugging Face model whose shards cannot be computed by themselves; wrap the
     functions that make masks for any other.
     """
     config = text_config(model)

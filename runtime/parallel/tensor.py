@@ -1,30 +1,31 @@
-"""Cuts a model's parameters by its plan, and lets its modules compute on the parts."""
+"""Shards a model's parameters by its plan, and lets its modules compute on the shards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.axis import Axis
 from ..comm.collectives import Comm
-from ..comm.cut import Box, Cut, cut_of, mark
 from ..comm.nodes import divides_layers
+from ..comm.shard_spec import Box, ShardSpec, set_spec, spec_of
 from ..config import Config
 from ..environment import read_environment
 from ..errors import ParameterError
 from ..log import counted, detail, say
 from ..models import text_config
 from ..zero.unit import owner_of
-from .axis import ExpertAxis, OwnNumbers, TensorAxis
-from .checks import Agreement, LoneUses, SameOutputs, WholeUses, uses_dropout
-from .expert import DispatchForward, ExpertPlan
+from .checks import Agreement, LoneUses, SameOutputs, uses_dropout
+from .collectives import GradientSum
+from .expert import DispatchForward, ExpertPlan, open_expert_axis, shard_of_experts
 from .forwards import (
     LINEAR,
     ColumnForward,
     ExpertsForward,
-    GradientSum,
     LatentForward,
     SharedForward,
     SummedForward,
@@ -32,11 +33,13 @@ from .forwards import (
     VocabularyLoss,
     WidthForward,
 )
-from .plans import find_plan, keep_states_whole
+from .plans import find_plan, keep_states_full
+from .tensor_axis import LAYER, ShardRng, TensorAxis, shard_of_layer
+from .uses import ReplicatedUses
 
 # -- decide -----------------------------------------------------------------------------------------
 #
-# Decides by names and shapes which parameters of a model are cut how, and what its modules compute then.
+# Decides by names and shapes which parameters of a model are sharded how, and what its modules compute then.
 
 
 _DIM = {"colwise": -2, "colwise_gather_output": -2, "packed_colwise": -2}
@@ -64,20 +67,20 @@ class Decision:
                     self.names.setdefault(id(parameter), f"{name}.{key}" if name else key)
                     self.users.setdefault(id(parameter), []).append((name, key))
         self.boxes: dict[int, tuple[Box, ...]] = {}
-        """The parts of each parameter that is cut, by its id."""
+        """The shards of each parameter that is sharded, by its id."""
         self.summed: list[tuple[Tensor, bool]] = []
-        """Parameters whose gradients are summed over the axis, or over the ranks that have equal parts."""
+        """Parameters whose gradients are summed over the axis, or over the ranks that have equal shards."""
         self.forwards: dict[str, Any] = {}
         self.settings: list[tuple[nn.Module, str, Any]] = []
         """Attributes of modules that get other values."""
-        self.left_whole: list[str] = []
+        self.replicated: list[str] = []
         self.experts: ExpertPlan | None = None
         text = text_config(model)
         self.heads = _number(text, "num_attention_heads")
         self.key_heads = _number(text, "num_key_value_heads") or self.heads
 
     def decide(self) -> None:
-        """Decide what is cut how. Raises ParameterError."""
+        """Decide what is sharded how. Raises ParameterError."""
         self._check_heads()
         for name, style in self.plan.items():
             if name in self.modules:
@@ -91,7 +94,7 @@ class Decision:
                     )
                 self._plan_parameter(self.modules[owner], key, name, style)
         self._plan_tied()
-        self._refuse_parts_alone()
+        self._refuse_shards_alone()
 
     def check_forwards(self) -> None:
         """Raise ParameterError if a module whose forward is replaced has one that is not its class's."""
@@ -102,7 +105,7 @@ class Decision:
                     "it. Define a class with that forward"
                 )
 
-    def decide_on_experts(self, axis: ExpertAxis, given: Sequence[str] | None) -> None:
+    def decide_on_experts(self, axis: Axis, given: Sequence[str] | None) -> None:
         """Decide which rank has which experts, after all else. Raises ParameterError."""
         self.experts = ExpertPlan(axis)
         self.experts.decide(self.model, given, self.boxes, self.forwards)
@@ -165,7 +168,7 @@ class Decision:
                 f"tensor parallelism: {name} is {_kind(module)}: {style} is for torch.nn.Linear (adapters "
                 "and quantized layers cannot be sharded)"
             )
-        weight = self._own_weight(name, module)
+        weight = self._plain_weight(name, module)
         if weight.dim() != 2:
             raise ParameterError(
                 f"tensor parallelism: {name} holds several experts ({list(weight.shape)}): shard them with "
@@ -173,21 +176,21 @@ class Decision:
             )
         width = weight.shape[_DIM[style]]
         if style == "colwise_gather_output" and width % self.axis.size:
-            self.left_whole.append(
+            self.replicated.append(
                 f"{name} is replicated: its {width} outputs cannot be divided by {self.axis.size}"
             )
             return
         if name.endswith(_SHARED_HEADS) and style == "colwise" and self._shares_heads():
             self._plan_shared_heads(name, module)
         else:
-            parts = 2 if style.startswith("packed") else 1
-            self._cut(weight, _DIM[style], f"{name}.weight", parts)
+            packs = 2 if style.startswith("packed") else 1
+            self._shard(weight, _DIM[style], f"{name}.weight", packs)
             if module.bias is not None and not style.startswith("rowwise"):
-                self._cut(module.bias, -1, name, parts)
+                self._shard(module.bias, -1, name, packs)
         self.forwards[name] = LINEAR[style](module, self.axis)
 
-    def _refuse_parts_alone(self) -> None:
-        """Refuse styles of parameters of modules that would compute with parts as if those were whole."""
+    def _refuse_shards_alone(self) -> None:
+        """Refuse styles of parameters of modules that would compute with shards as if those were full."""
         for name in self.plan:
             owner, _, key = name.rpartition(".")
             module = self.modules.get(owner)
@@ -199,7 +202,7 @@ class Decision:
                     f"{owner}"
                 )
 
-    def _own_weight(self, name: str, module: nn.Linear | nn.Embedding) -> Tensor:
+    def _plain_weight(self, name: str, module: nn.Linear | nn.Embedding) -> Tensor:
         """Return a module's weight. Raises ParameterError where that, or a bias, is computed from others."""
         for key in ("weight", "bias"):
             if getattr(module, key, None) is not None and key not in module._parameters:
@@ -242,20 +245,20 @@ class Decision:
                 raise ParameterError(
                     f"tensor parallelism: {name}: an embedding with {option} cannot be sharded"
                 )
-        weight = self._own_weight(name, module)
+        weight = self._plain_weight(name, module)
         dim = 0 if style == "embedding_rowwise" else 1
         total = weight.shape[dim]
         size = self.axis.size
         if total % size:
             what = "columns" if dim else "rows"
-            self.left_whole.append(f"{name} is replicated: its {total} {what} cannot be divided by {size}")
+            self.replicated.append(f"{name} is replicated: its {total} {what} cannot be divided by {size}")
             return
-        self._cut(weight, dim, f"{name}.weight")
+        self._shard(weight, dim, f"{name}.weight")
         if dim:
             self.forwards[name] = WidthForward(module, self.axis)
             return
         rows = total // size
-        first = self.axis.position * rows
+        first = self.axis.rank * rows
         self.forwards[name] = VocabularyForward(module, self.axis, first, rows)
 
     def _plan_parameter(self, module: nn.Module, key: str, name: str, style: str) -> None:
@@ -267,13 +270,13 @@ class Decision:
             if parameter.dim() == 1 and style.endswith("rowwise"):
                 return  # a bias, which is added to the sum
             dim = _DIM[style] if parameter.dim() > 1 else -1
-            parts = 2 if style.startswith("packed") else 1
-            self._cut(parameter, dim, name, parts)
+            packs = 2 if style.startswith("packed") else 1
+            self._shard(parameter, dim, name, packs)
         elif style not in ("replicate", "local_params"):
             raise ParameterError(f"tensor parallelism: {name}: {style} is for modules, not for parameters")
 
     def _plan_tied(self) -> None:
-        """Let embeddings that share a cut weight with a head look up its part; refuse other sharing."""
+        """Let embeddings that share a sharded weight with a head look up its shard; refuse other sharing."""
         for identity, users in self.users.items():
             if identity not in self.boxes:
                 continue
@@ -298,7 +301,7 @@ class Decision:
                 )
 
     def decide_on_loss(self) -> None:
-        """Let a Hugging Face model compute its loss from the parts of the logits. Raises ParameterError."""
+        """Let a Hugging Face model compute its loss from the shards of the logits. Raises ParameterError."""
         model = self.model
         find_head: Any = getattr(model, "get_output_embeddings", None)
         head: Any = None if find_head is None else find_head()
@@ -309,14 +312,14 @@ class Decision:
                 f"whose plan shards the head; {type(model).__name__} is not one"
             )
         self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
-        forward.is_followed = False  # the loss knows of parts
+        forward.is_followed = False  # the loss knows of shards
         self.settings.append((model, "loss_function", VocabularyLoss(self.axis)))
 
-    def _cut(self, parameter: Tensor, dim: int, name: str, parts: int = 1) -> None:
-        boxes = _cut_boxes(parameter.shape, dim, self.axis.size, parts)
+    def _shard(self, parameter: Tensor, dim: int, name: str, packs: int = 1) -> None:
+        boxes = _even_boxes(parameter.shape, dim, self.axis.size, packs)
         if boxes is None:
             width = parameter.shape[dim]
-            fitting = [str(n) for n in range(1, width + 1) if width % (n * parts) == 0]
+            fitting = [str(n) for n in range(1, width + 1) if width % (n * packs) == 0]
             sizes = ", ".join(fitting[:_SHOWN] + ["..."] * (len(fitting) > _SHOWN))
             raise ParameterError(
                 f"tensor parallelism: {name} of shape {list(parameter.shape)} cannot be divided by "
@@ -331,19 +334,19 @@ class Decision:
             )
 
 
-def _cut_boxes(shape: Sequence[int], dim: int, size: int, parts: int = 1) -> tuple[Box, ...] | None:
-    """Return the parts of a tensor cut along a dimension, which packs several tensors of one size; None where
+def _even_boxes(shape: Sequence[int], dim: int, size: int, packs: int = 1) -> tuple[Box, ...] | None:
+    """Return the shards of a tensor along a dimension, which packs several tensors of one size; None where
     they cannot be equal.
     """
     dim %= len(shape)
-    if shape[dim] % (size * parts):
+    if shape[dim] % (size * packs):
         return None
-    packed = shape[dim] // parts
+    packed = shape[dim] // packs
     step = packed // size
     found = []
     for rank in range(size):
         ranges = tuple(
-            (part * packed + rank * step, part * packed + (rank + 1) * step) for part in range(parts)
+            (pack * packed + rank * step, pack * packed + (rank + 1) * step) for pack in range(packs)
         )
         found.append(tuple(ranges if each == dim else ((0, length),) for each, length in enumerate(shape)))
     return tuple(found)
@@ -368,13 +371,13 @@ def _number(config: Any, name: str) -> Any:
 
 
 def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
-    """Cut the model for the ranks that share each layer, and those that have different experts, if there are
-    several. All values are rank 0's then.
+    """Shard the model for the ranks that share each layer, and those that have different experts, if there
+    are several. All values are rank 0's then.
 
-    Parameters stay the same objects, plain ones of their part's shape. Collective. Raises ParameterError for
-    what cannot be cut, and for a model that an earlier engine has cut.
+    Parameters stay the same objects, plain ones of their shard's shape. Collective. Raises ParameterError for
+    what cannot be sharded, and for a model that an earlier engine has sharded.
     """
-    _refuse_cut(model)
+    _refuse_sharded(model)
     if not divides_layers(comm):
         return
     axis = TensorAxis(comm)
@@ -387,7 +390,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:
             work.decide_on_loss()
         if comm.experts is not None:
-            work.decide_on_experts(ExpertAxis(comm), config.expert_parallel.experts)
+            work.decide_on_experts(Axis(comm, "expert"), config.expert_parallel.experts)
         work.check_forwards()
     except ParameterError as error:
         problem = str(error)
@@ -397,24 +400,24 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     assert work is not None
     apply(work)
     if comm.mesh.pipeline == 1:
-        keep_states_whole(model)
+        keep_states_full(model)
     if axis.size > 1:
         has_dropout = uses_dropout(model)
         if has_dropout:
-            axis.own_numbers = OwnNumbers(axis.position, comm.device)
-        wholes = WholeUses(model, axis, _parts(work))
-        uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards, wholes)
+            axis.shard_rng = ShardRng(axis.rank, comm.device)
+        replicated = ReplicatedUses(model, axis, LAYER, _with_local_gradients(work))
+        uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards, replicated)
         in_backward = config.zero_optimization.step_in_backward
         agreement = Agreement(axis, has_dropout, uses, steps_in_backward=in_backward)
         model.register_forward_pre_hook(agreement, with_kwargs=True)
-        outputs = SameOutputs(axis, config.tensor_parallel.vocab_parallel_loss)
+        outputs = SameOutputs(axis, uses, config.tensor_parallel.vocab_parallel_loss)
         model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:
         _tell(work)
 
 
-def _parts(work: Decision) -> set[int]:
-    """Return the ids of parameters that ranks which share layers have different parts of, or whose gradients
+def _with_local_gradients(work: Decision) -> set[int]:
+    """Return the ids of parameters that ranks which share layers have different shards of, or whose gradients
     they sum by the plan.
     """
     size = work.axis.size
@@ -426,8 +429,8 @@ def _parts(work: Decision) -> set[int]:
     return found
 
 
-def _refuse_cut(model: nn.Module) -> None:
-    """Raise ParameterError for a model, or a copy of one, whose modules compute with parts already."""
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise ParameterError for a model, or a copy of one, whose modules compute with shards already."""
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), (SharedForward, DispatchForward)):
             raise ParameterError(
@@ -449,7 +452,7 @@ def _tell(work: Decision) -> None:
             f"tensor parallelism: {axis.size} ranks per group, {len(work.boxes)} sharded parameters; "
             f"{groups}{crossing}"
         )
-        for text in work.left_whole:
+        for text in work.replicated:
             detail(f"tensor parallelism: {text}")
     if experts is not None:
         total = max(experts.modules.values())
@@ -469,12 +472,12 @@ def _crosses_nodes(size: int) -> str:
 
 
 def apply(work: Decision) -> None:
-    """Make the process groups, cut the parameters and replace what modules compute. Collective."""
+    """Make the process groups, shard the parameters and replace what modules compute. Collective."""
     if work.axis.size > 1:
         work.axis.open()
     if work.experts is not None:
-        work.experts.axis.open()
-    _cut(work)
+        open_expert_axis(work.experts.axis)
+    _shard_parameters(work)
     for name, forward in work.forwards.items():
         forward.name = name
         work.modules[name].forward = forward
@@ -483,8 +486,8 @@ def apply(work: Decision) -> None:
         setattr(module, key, value)
 
 
-def _cut(work: Decision) -> None:
-    """Give every parameter rank 0's values, and those that are cut their parts."""
+def _shard_parameters(work: Decision) -> None:
+    """Give every parameter rank 0's values, and those that are sharded their shards."""
     axis = work.axis
     among_experts = {} if work.experts is None else work.experts.boxes
     with torch.no_grad():
@@ -492,22 +495,24 @@ def _cut(work: Decision) -> None:
             boxes = work.boxes.get(id(parameter)) or among_experts.get(id(parameter))
             unit = owner_of(parameter)
             if unit is None:
-                whole = parameter.detach().to(axis.comm.device, copy=True).contiguous()
-                axis.comm.broadcast(whole.view(-1).view(torch.uint8))
+                full = parameter.detach().to(axis.comm.device, copy=True).contiguous()
+                axis.comm.broadcast(full.view(-1).view(torch.uint8))
             elif boxes is None:
                 continue  # of zero.Init: equal on all ranks already
             else:
                 unit.wait_unsharded()
-                whole = parameter.detach().clone()
+                full = parameter.detach().clone()
                 unit.hand_over(parameter)
             if boxes is None:
-                parameter.data = whole
+                parameter.data = full
                 continue
             of_experts = id(parameter) in among_experts
-            place = work.experts.axis if of_experts and work.experts is not None else axis
-            cut = Cut(tuple(whole.shape), boxes, place.position, place.gather_state, of_experts)
-            parameter.data = cut.part(whole)
-            mark(parameter, cut)
+            place, gather = shard_of_layer(axis)
+            if of_experts and work.experts is not None:
+                place, gather = shard_of_experts(work.experts.axis)
+            spec = ShardSpec(tuple(full.shape), boxes, place, gather, of_experts)
+            parameter.data = spec.shard(full)
+            set_spec(parameter, spec)
     for name, forward in work.forwards.items():
         module: Any = work.modules[name]
         if isinstance(forward, VocabularyForward) and module.padding_idx is not None:
@@ -516,20 +521,18 @@ def _cut(work: Decision) -> None:
 
 
 def _sum_gradients(work: Decision) -> None:
-    made: set[tuple[int, ...]] = set()
     for parameter, among_equal in work.summed:
-        use: Hashable = "passes"
+        channel = LAYER
         if among_equal:
-            cut = cut_of(parameter)
-            assert cut is not None
-            for box in dict.fromkeys(cut.boxes):
-                places = tuple(i for i, other in enumerate(cut.boxes) if other == box)
-                if places not in made:
-                    made.add(places)
-                    work.axis.make_group(places, places)
-                if work.axis.position in places:
-                    use = places
+            spec = spec_of(parameter)
+            assert spec is not None
+            for box in dict.fromkeys(spec.boxes):
+                places = tuple(i for i, other in enumerate(spec.boxes) if other == box)
+                if not work.axis.has_group(places):
+                    work.axis.make_group(places, places=places)
+                if work.axis.rank in places:
+                    channel = replace(LAYER, group=places)
         was_trained = parameter.requires_grad
         parameter.requires_grad_()
-        parameter.register_hook(GradientSum(work.axis, use))  # type: ignore[no-untyped-call]
+        parameter.register_hook(GradientSum(work.axis, channel))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(was_trained)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
-from ..comm.cut import part_numel
+from ..comm.shard_spec import shard_numel
 from ..config.zero import LeafModule
 from ..errors import ParameterError
 from ..precision import BufferTypes
@@ -87,7 +87,7 @@ class Block:
 
     @property
     def numel(self) -> int:
-        return sum(part_numel(p, placeholder.shape_of(p)) for _, p in self.parameters)
+        return sum(shard_numel(p, placeholder.shape_of(p)) for _, p in self.parameters)
 
 
 def _has_parameters(module: nn.Module) -> bool:

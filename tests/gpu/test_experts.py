@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from zlaunch.compat.deepspeed.moe import MoE
-from zlaunch.runtime.parallel.axis import OwnNumbers
+from zlaunch.runtime.parallel.tensor_axis import ShardRng
 
 pytestmark = pytest.mark.gpu
 WIDTH = 64
@@ -71,12 +71,12 @@ def test_a_mixture_trains_at_stage_3() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_own_numbers_leave_the_others_as_they_are() -> None:
+def test_shard_rng_leave_the_others_as_they_are() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     drawn = []
     for position in (None, 0, 1):
         torch.manual_seed(5)
-        own = OwnNumbers(position or 0, device)
+        own = ShardRng(position or 0, device)
         inside = torch.zeros(0)
         if position is None:
             torch.randint(1 << 62, ())  # the seed

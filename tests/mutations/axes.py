@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _ENGINES = "tests/runtime/sequence_parallel/test_several_engines.py"
+_AXIS = "tests/runtime/comm/test_axis.py"
 _WHOLE = "tests/runtime/tensor_parallel/test_whole_uses.py"
 _BATCHES = "tests/runtime/test_same_batch.py"
 
@@ -41,14 +42,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "runtime/parallel/checks.py",
-        "parameter.register_hook(GradientSum(self._axis))",
+        "runtime/parallel/collectives.py",
+        "        return gradient * ctx.size, None, None",
+        "        return gradient, None, None",
+        "the gradient of a loss over shared sequences is divided once too often",
+        (f"{_AXIS}::test_each_function_has_the_gradient_of_the_note",),
+    ),
+    Mutation(
+        "runtime/parallel/collectives.py",
+        "        return RowExchange(self.received, self.sent)",
+        "        return self",
+        "gradients of tokens go back as their tokens came",
+        ("tests/runtime/expert_parallel/test_by_hand.py",),
+    ),
+    Mutation(
+        "runtime/parallel/uses.py",
+        "parameter.register_hook(GradientSum(self._axis, self._channel))",
         "parameter.register_hook(lambda gradient: gradient)",
         "a parameter used with parts has one rank's share of its gradient",
         (f"{_WHOLE}::test_their_gradients_are_those_of_one_process",),
     ),
     Mutation(
-        "runtime/parallel/checks.py",
+        "runtime/parallel/uses.py",
         "if each.requires_grad and not self._is_known(each):",
         "if False:",
         "whole activations meet parts without a sum",

@@ -104,7 +104,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/optim/step.py",
-        "whole_shape(parameter, parameter.shape)}",
+        "full_shape(parameter, parameter.shape)}",
         "tuple(parameter.shape)}",
         "the state of a whole parameter is taken for a number of its group",
         ("tests/unit/optim/test_initial_state.py",),

@@ -267,7 +267,7 @@ MUTATIONS = (
         ("tests/runtime/mesh/test_links.py::test_copies_follow_values_that_are_set_by_hand",),
     ),
     Mutation(
-        "runtime/parallel/axis.py",
+        "runtime/parallel/tensor_axis.py",
         "int(torch.randint(1 << 62, ())) + self._position",
         "int(torch.randint(1 << 62, ()))",
         "dropout drops the same places of all ranks' heads",
@@ -276,9 +276,9 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "runtime/parallel/axis.py",
-        "return leave(gradient, ctx.axis), None",
-        "return gradient, None",
+        "runtime/parallel/collectives.py",
+        "return reduce_from(gradient, ctx.axis, ctx.channel), None, None",
+        "return gradient, None, None",
         "gradients before a cut layer are of one rank's part",
         ("tests/runtime/tensor_parallel/test_by_hand.py::test_plans_by_hand",),
     ),
@@ -317,14 +317,14 @@ MUTATIONS = (
         "starts.insert(longest + 1, starts[longest] + sizes[longest] // 2)",
         "starts.insert(longest, starts[longest] + sizes[longest] // 2)",
         "parts of a pipeline are out of order where fewer would do",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/parallel/pipeline.py",
         "if total + weight > limit:",
         "if total + weight >= limit:",
         "pipeline stages are filled less than they could be",
-        ("tests/unit/pipeline_parallel/test_line.py",),
+        ("tests/unit/pipeline_parallel/test_layers.py",),
     ),
     Mutation(
         "runtime/comm/shared_memory.py",

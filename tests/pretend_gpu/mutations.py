@@ -183,22 +183,28 @@ def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
     return [(RankLink, "reduce_scatter", reduce_scatter)]
 
 
-def _the_sum_of_a_layer_is_not_waited_for() -> list[Change]:
-    from zlaunch.runtime.parallel.axis import TensorAxis
+def _nothing_waits_on(name: str) -> list[Change]:
+    from zlaunch.runtime.comm.axis import Axis
 
-    return [(TensorAxis, "_wait", lambda self, work, tensor: None)]
+    wait = Axis._wait
+
+    def changed(self: Axis, *arguments: Any) -> None:
+        if self.name != name:
+            wait(self, *arguments)
+
+    return [(Axis, "_wait", changed)]
+
+
+def _the_sum_of_a_layer_is_not_waited_for() -> list[Change]:
+    return _nothing_waits_on("tensor")
 
 
 def _tokens_are_computed_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.parallel.axis import ExpertAxis
-
-    return [(ExpertAxis, "_wait", lambda self, work, tensor: None)]
+    return _nothing_waits_on("expert")
 
 
 def _heads_are_computed_before_they_arrive() -> list[Change]:
-    from zlaunch.runtime.parallel.axis import SequenceAxis
-
-    return [(SequenceAxis, "_wait", lambda self, work, tensor, what: None)]
+    return _nothing_waits_on("sequence")
 
 
 def _a_unit_is_stepped_before_its_gradient_is_there() -> list[Change]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.cut import cut_of
+from ...comm.shard_spec import spec_of
 from ...zero import placeholder
 from ...zero.hooks import ShardedModel
 from ..format.jsonable import decode
@@ -43,12 +43,12 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
         with model.gathered(block.units):
             for unit in block.units:
                 for parameter in unit.parameters:
-                    cut = cut_of(parameter)
-                    if comm.rank and cut is None:
+                    spec = spec_of(parameter)
+                    if comm.rank and spec is None:
                         continue
                     # Collective for the ranks that share the parameter: all take part, and rank 0 alone keeps
                     # the result.
-                    whole = parameter.detach() if cut is None else cut.whole(parameter.detach())
+                    whole = parameter.detach() if spec is None else spec.unshard(parameter.detach())
                     if comm.rank == 0:
                         values.update(dict.fromkeys(names[id(parameter)], whole.to("cpu", copy=True)))
     if comm.rank != 0:

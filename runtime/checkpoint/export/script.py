@@ -7,7 +7,7 @@ import inspect
 from functools import cache
 
 from .... import errors
-from ...comm import cut
+from ...comm import shard_spec
 from .. import trainer_checkpoints
 from ..format import manifest, tensor_file
 from . import full_weights, named
@@ -18,7 +18,7 @@ NAME = "zero_to_fp32.py"
 @cache
 def text() -> str:
     """Return the script: it needs torch, and neither zlaunch nor the safetensors package."""
-    modules = (errors, tensor_file, cut, manifest, trainer_checkpoints, named, full_weights)
+    modules = (errors, tensor_file, shard_spec, manifest, trainer_checkpoints, named, full_weights)
     sources = [inspect.getsource(module) for module in modules]
     usage = ast.get_docstring(ast.parse(sources[-1]))
     head = f'#!/usr/bin/env python3\n"""{usage}\n"""\n\nfrom __future__ import annotations\n'

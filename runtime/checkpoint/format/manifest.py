@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.cut import Box, box_shape, put, take, whole_box
+from ...comm.shard_spec import Box, box_shape, full_box, put, take
 from .tensor_file import DTYPES, CheckpointError, File
 
 FORMAT = "zlaunch checkpoint"
@@ -99,7 +99,7 @@ class Checkpoint:
         if box is None and "parts" not in entry:
             self._read_pieces(target, name, entry["slices"], kind, start)
             return
-        box = box or whole_box(entry["shape"])
+        box = box or full_box(entry["shape"])
         row = prod(box_shape(box)[1:])
         # Some rows at a time: the whole parameter may not fit into memory.
         step = max(1, _ROWS_NUMEL // max(1, prod(entry["shape"][1:])))

@@ -25,7 +25,7 @@ def _held(family: str, axes: dict[str, int]) -> tuple[int, int]:
     engine, *_ = zlaunch.initialize(model=make(family, **LAYERS), config=config)
     parameters = list(engine.module.parameters())
     experts = sum(
-        p.numel() for p in parameters if getattr(getattr(p, "zlaunch_cut", None), "of_experts", False)
+        p.numel() for p in parameters if getattr(getattr(p, "zlaunch_shard_spec", None), "of_experts", False)
     )
     return sum(p.numel() for p in parameters), experts
 

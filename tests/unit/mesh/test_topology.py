@@ -100,3 +100,12 @@ def test_a_mesh_numbers_its_ranks_with_tensor_fastest_and_pipeline_slowest() -> 
     assert mesh.groups("pipeline")[:2] == [[0, 16], [1, 17]]
     assert mesh.groups("data", "expert")[0] == [0, 4, 8, 12]
     assert [mesh.sample_position(rank) for rank in (0, 3, 4, 15, 16, 31)] == [0, 0, 1, 3, 0, 3]
+
+
+def test_the_ranks_of_an_axis_are_those_of_its_groups() -> None:
+    mesh = MeshShape(data=2, expert=3, sequence=1, tensor=2, pipeline=2)
+    for name in mesh.sizes:
+        groups = mesh.groups(name)
+        for rank in range(mesh.ranks):
+            assert mesh.ranks_along(name, rank) in groups and rank in mesh.ranks_along(name, rank)
+    assert mesh.ranks_along("expert", 15) == [13, 15, 17]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
-from zlaunch.runtime.comm.cut import Cut, mark
+from zlaunch.runtime.comm.shard_spec import ShardSpec, set_spec
 from zlaunch.runtime.optim.slices import make_slices
 from zlaunch.runtime.optim.step import give_initial_state, take_initial_state
 from zlaunch.runtime.zero.layout import make_layout
@@ -91,6 +91,6 @@ def test_an_optimizer_made_before_its_parameters_were_cut() -> None:
     optimizer = torch.optim.Adagrad([parameter], lr=0.1, initial_accumulator_value=0.25)
     parameter.data = torch.ones(NUMEL)
     boxes = tuple((((start, start + NUMEL),),) for start in (0, NUMEL))
-    mark(parameter, Cut((2 * NUMEL,), boxes, 0, None))
+    set_spec(parameter, ShardSpec((2 * NUMEL,), boxes, 0, None))
     ((_, _, state),) = _sharded(optimizer)
     assert torch.equal(state["sum"], torch.full((NUMEL,), 0.25))

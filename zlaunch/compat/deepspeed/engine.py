@@ -34,7 +34,7 @@ from zlaunch.runtime.data import EngineLoader
 from zlaunch.runtime.engine import NO_DATA, Engine
 from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.parallel.sequence import note_parts
+from zlaunch.runtime.parallel.sequence import note_shards
 from zlaunch.runtime.precision import dtype_named
 from zlaunch.runtime.zero import placeholder
 
@@ -659,7 +659,7 @@ def initialize(
     refuse_foreign_experts(model)
     _take_over(model)
     if mpu is sequence_groups:
-        note_parts(model, bool(UlyssesSPAttentionHF.whole_evaluations))
+        note_shards(model, bool(UlyssesSPAttentionHF.whole_evaluations))
     use_deepspeeds_placeholders()
     engine, _, loader, scheduler = build_engine(
         PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,

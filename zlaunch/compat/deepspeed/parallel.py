@@ -16,12 +16,12 @@ from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import TENSOR_PARALLEL, NotInZlaunch
 from zlaunch.compat.deepspeed.moe import MoE
 from zlaunch.compat.deepspeed.pipe import PipelineModule
+from zlaunch.runtime.comm.axis import Axis
 from zlaunch.runtime.comm.process_group import open_comms
 from zlaunch.runtime.config import ConfigError, expert_size, load, pipeline_size, sequence_size, tensor_size
 from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.log import say
 from zlaunch.runtime.mesh import MeshShape
-from zlaunch.runtime.parallel.axis import ExpertAxis, SequenceAxis, TensorAxis
 
 # -- axes -------------------------------------------------------------------------------------------
 
@@ -267,13 +267,13 @@ def _get_model_parallel_rank() -> int:
 
 def _get_model_parallel_group() -> Any:
     """Return the group of the ranks that share each layer; None where each has whole layers."""
-    axis = _axis(TensorAxis.name)
+    axis = _axis("tensor")
     return None if axis is None else axis.group
 
 
-def _expert_axis(group_name: str | None) -> ExpertAxis | None:
+def _expert_axis(group_name: str | None) -> Axis | None:
     """Return the axis of ranks with different experts. Raises ValueError for the name of another size."""
-    axis: ExpertAxis | None = _axis(ExpertAxis.name)
+    axis: Axis | None = _axis("expert")
     name = f"ep_size_{1 if axis is None else axis.size}"
     if group_name not in (None, name):
         raise ValueError(f"unknown expert-parallel group {group_name!r}: the only group is {name!r}")
@@ -289,7 +289,7 @@ def _get_expert_parallel_world_size(group_name: str | None = None) -> int:
 def _get_expert_parallel_rank(group_name: str | None = None) -> int:
     """Return this rank's place among those."""
     axis = _expert_axis(group_name)
-    return 0 if axis is None else axis.place
+    return 0 if axis is None else axis.rank
 
 
 def _get_expert_parallel_group(group_name: str | None = None) -> Any:
@@ -334,7 +334,7 @@ def _get_sequence_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """Return the group of the ranks that have parts of the same sequences; None where all have whole ones."""
-    axis = _axis(SequenceAxis.name)
+    axis = _axis("sequence")
     if axis is not None:
         return axis.group
     alone = sequence_groups.get_sequence_parallel_world_size() == 1

@@ -16,7 +16,7 @@ from torch.nn import functional
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.parallel.sequence import note_parts
+from zlaunch.runtime.parallel.sequence import note_shards
 
 _IGNORED = -100
 
@@ -63,7 +63,7 @@ class UlyssesSPAttentionHF:
         sequence_groups.initialize_sequence_parallel(sequence_parallel_size)
         cls.whole_evaluations = disable_in_eval
         if isinstance(model_name_or_path, nn.Module):
-            note_parts(model_name_or_path, disable_in_eval)
+            note_shards(model_name_or_path, disable_in_eval)
         return sequence_groups
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zlaunch.runtime.errors import ParameterError
-from zlaunch.runtime.parallel.pipeline import divide, find_line, modules_of, weights_of
+from zlaunch.runtime.parallel.pipeline import divide, find_layers, modules_of, weights_of
 
 
 @given(st.data(), st.integers(1, 8), st.sampled_from(["best", "parameters", "uniform"]))
@@ -55,20 +55,20 @@ class _Model(nn.Module):
 
 def test_the_list_of_most_parameters_is_found() -> None:
     model = _Model()
-    assert find_line(model) == ("many", list(model.many))
-    model.zlaunch_line = "mixed"  # type: ignore[assignment]
-    assert find_line(model) == ("mixed", list(model.mixed))
-    del model.zlaunch_line
+    assert find_layers(model) == ("many", list(model.many))
+    model.zlaunch_layers = "mixed"  # type: ignore[assignment]
+    assert find_layers(model) == ("mixed", list(model.mixed))
+    del model.zlaunch_layers
     with pytest.raises(ParameterError, match=r"Linear has no nn\.ModuleList"):
-        find_line(nn.Linear(1, 1))
+        find_layers(nn.Linear(1, 1))
 
 
 def test_layers_of_modules_elsewhere() -> None:
     model = _Model()
     place = nn.Identity()
     place.zlaunch_uses = (model.many[0],)  # type: ignore[assignment]
-    model.zlaunch_line = [place, place]  # type: ignore[assignment]
-    name, layers = find_line(model)
+    model.zlaunch_layers = [place, place]  # type: ignore[assignment]
+    name, layers = find_layers(model)
     assert (name, layers) == ("", [place, place])
     assert modules_of(place) == [place, model.many[0]] and weights_of(model, layers) == [90, 90]
     model.zlaunch_weights = [1, 2]  # type: ignore[assignment]
