@@ -26,7 +26,7 @@ from .plans import keep_states_full
 # -- layers -----------------------------------------------------------------------------------------
 
 
-NOTE = "zlaunch_layers"
+NOTE = "zlaunch_line"
 """Names the attribute of a model that says what its layers are: the name of the module whose children they
 are, or a list of modules."""
 USES = "zlaunch_uses"

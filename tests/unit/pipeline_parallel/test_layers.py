@@ -56,9 +56,9 @@ class _Model(nn.Module):
 def test_the_list_of_most_parameters_is_found() -> None:
     model = _Model()
     assert find_layers(model) == ("many", list(model.many))
-    model.zlaunch_layers = "mixed"  # type: ignore[assignment]
+    model.zlaunch_line = "mixed"  # type: ignore[assignment]
     assert find_layers(model) == ("mixed", list(model.mixed))
-    del model.zlaunch_layers
+    del model.zlaunch_line
     with pytest.raises(ParameterError, match=r"Linear has no nn\.ModuleList"):
         find_layers(nn.Linear(1, 1))
 
@@ -67,7 +67,7 @@ def test_layers_of_modules_elsewhere() -> None:
     model = _Model()
     place = nn.Identity()
     place.zlaunch_uses = (model.many[0],)  # type: ignore[assignment]
-    model.zlaunch_layers = [place, place]  # type: ignore[assignment]
+    model.zlaunch_line = [place, place]  # type: ignore[assignment]
     name, layers = find_layers(model)
     assert (name, layers) == ("", [place, place])
     assert modules_of(place) == [place, model.many[0]] and weights_of(model, layers) == [90, 90]

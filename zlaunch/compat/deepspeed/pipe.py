@@ -237,14 +237,14 @@ class PipelineModule(nn.Module):
         self.forward_funcs: list[Callable[..., Any]] = []
         self.tied_modules = nn.ModuleDict()
         self.tied_weight_attrs: dict[str, list[str]] = {}
-        self.zlaunch_layers: list[_Place] = []
+        self.zlaunch_line: list[_Place] = []
         """What the runtime divides into stages."""
         for index, layer in enumerate(self._layer_specs):
             if seed is not None:
                 seed(base_seed + index)
             call, module = self._build(index, layer)
             self.forward_funcs.append(call)
-            self.zlaunch_layers.append(_Place(index, call, module, self._options))
+            self.zlaunch_line.append(_Place(index, call, module, self._options))
         self.partition_method = self._partition(partition_method)
 
     def _build(self, index: int, layer: Any) -> tuple[Callable[..., Any], nn.Module | None]:
@@ -294,7 +294,7 @@ class PipelineModule(nn.Module):
         """Call all layers; several inputs go to the first one as a tuple."""
         hidden = inputs[0] if len(inputs) == 1 else inputs
         self._options.micro_batch += 1
-        for place in self.zlaunch_layers:
+        for place in self.zlaunch_line:
             hidden = place(hidden)
         return hidden
 
