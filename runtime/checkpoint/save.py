@@ -311,6 +311,9 @@ class Save:
     def _complete(self, parts: Sequence[Mapping[str, Any]]) -> None:
         target = self._target
         files = {name: entry for part in parts for name, entry in part["files"].items()}
+        # With node-local storage each node's leader has written this file, and client_state and buffers may
+        # differ between nodes: a node's manifest has the checksum of the file beside it.
+        files[WHOLE] = parts[self._comm.rank]["files"][WHOLE]
         entries = {"time": self._taken_at, **_entries(self._source, target, parts)}
         write_manifest(target.temporary, entries, self._whole, files)
         put_in_place(target.temporary, target.folder / target.tag)

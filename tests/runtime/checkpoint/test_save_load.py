@@ -522,12 +522,13 @@ def _nodes(folder: str) -> Any:
         engine, *_ = zlaunch.initialize(model=rich(), config=given)
         train_engine(engine, batches(2, 12))
         own = f"{folder}/{name}-{rank}"
-        engine.save_checkpoint(own)
+        engine.save_checkpoint(own, client_state={"mine": torch.full((3,), float(rank))})
         before = {key: value.clone() for key, value in engine.module.state_dict().items()}
         train_engine(engine, batches(1, 12))
-        engine.load_checkpoint(own)
+        _, client_state = engine.load_checkpoint(own)
         after = engine.module.state_dict()
         messages.append(all(torch.equal(after[key], before[key]) for key in before))
+        messages.append(client_state["mine"].tolist() == [rank] * 3)
         engine.destroy()
     return messages
 
@@ -540,7 +541,7 @@ def _alone(folder: str) -> str:
 
 
 def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
-    assert run_workers(_nodes, 2, str(tmp_path)) == [[True] * 3] * 2
+    assert run_workers(_nodes, 2, str(tmp_path)) == [[True] * 6] * 2
     for rank in (0, 1):
         folder = tmp_path / f"stage1-{rank}" / "global_step2"
         own = {path.name for path in folder.iterdir()}
