@@ -77,7 +77,7 @@ def _model(config: Any) -> nn.Module | None:
 
 @pytest.mark.exhaustive
 def test_all_plans_apply_or_are_listed() -> None:
-    axis: Any = SimpleNamespace(size=2, position=0)
+    axis: Any = SimpleNamespace(size=2, rank=0)
     applied, refused, without = set(), {}, set()
     for name in plans():
         module, kind = name.split(".")
