@@ -1,7 +1,7 @@
 """Count the files and functions of zlaunch that one training micro-batch runs through.
 
-    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace           # prints one line on rank 0
-    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace --list    # and the names of the functions, by file
+    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace         # prints one line on rank 0
+    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace --list  # and the functions, by file
 
 A micro-batch is a forward pass, a backward pass and a step of a model of four layers at stage 3, after three
 others, so that nothing of the start is counted. On the CPU, autograd runs hooks in the thread that calls
