@@ -16,6 +16,7 @@ from ..errors import RankMismatchError
 from ..log import warn
 from ..optim.slices import ShardSlice
 from ..optim.step import ShardedOptimizer
+from ..optimizer_specs import can_read
 from ..zero.hooks import ShardedModel
 from ..zero.placeholder import UnitState
 from ..zero.unit import Unit
@@ -30,8 +31,6 @@ from .shard_io import Described, Description, Fill, persistent, take_state, take
 
 
 _SHOWN = 5
-_ALIKE = ({"Adam", "AdamW"},)
-"""Groups of optimizers whose state is alike."""
 
 
 def check_model(checkpoint: Checkpoint, sharded: ShardedModel, *, strict: bool) -> None:
@@ -79,9 +78,8 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
     saved = checkpoint.manifest["optimizer"]
     if saved is None:
         return
-    kinds = {saved["class"], type(optimizer).__name__}
     advice = "pass load_optimizer_states=False to start with fresh state"
-    if saved["class"] is not None and len(kinds) > 1 and not any(kinds <= alike for alike in _ALIKE):
+    if saved["class"] is not None and not can_read(type(optimizer).__name__, saved["class"]):
         raise CheckpointError(
             f"{checkpoint.folder}: has the state of {saved['class']}, but the optimizer is "
             f"{type(optimizer).__name__}: {advice}"

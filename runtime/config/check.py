@@ -13,12 +13,12 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from . import optimizers
+from ..optimizer_specs import IN_CONFIG, KERNEL_NAMES, LATER_NAMES, OptimizerSpec, find_by_type
 from .axis_sizes import expert_size, pipeline_size, sequence_size, tensor_size
 from .fields import Section, modern, real
 from .foreign_keys import CONTAINERS, FOREIGN, WAY_OUT, Advice, advise
 from .forms import as_switch, form, forms, required_form, section_form
-from .optimizers import NARROW, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from .optimizers import LATER_SCHEDULERS, SCHEDULER_PARAMS, SCHEDULERS, optimizer_models
 from .other_names import read_optimizer, read_scheduler
 from .schema import EDITOR_KEY, Config
 
@@ -88,7 +88,7 @@ def homes() -> dict[str, list[str]]:
                 visit(inner, join(path, name))
 
     visit(Config, "")
-    for model in OPTIMIZER_PARAMS.values():
+    for model in optimizer_models().values():
         visit(model, "optimizer.params")
     for model in SCHEDULER_PARAMS.values():
         visit(model, "scheduler.params")
@@ -244,13 +244,14 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
     if section is None or not isinstance(section.params, dict):
         return
     kind = section.type
+    spec = find_by_type(kind) or OptimizerSpec(name=kind, needs="unknown")  # another check reports the name
     params = section.params
     wide = params.get("state_dtype") in (None, "fp32")
     on_disk = zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme"
     at = "optimizer.params.state_dtype"
     stochastic = config.bf16.master_weights == "stochastic"
-    if stochastic and kind not in NARROW:
-        why = f'"stochastic" needs one of {", ".join(NARROW)}, and the optimizer is {kind}: remove it'
+    if stochastic and not spec.has_kernel:
+        why = f'"stochastic" needs one of {", ".join(KERNEL_NAMES)}, and the optimizer is {kind}: remove it'
         report.problems.append(("bf16.master_weights", why))
     if not wide and kind == "SGD" and not params.get("momentum"):
         report.problems.append((at, "SGD without momentum has no state: remove the key, or set momentum"))
@@ -265,14 +266,14 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         report.problems.append((where, why))
     axes = {"tensor": tensor_size(config), "expert": expert_size(config), "pipeline": pipeline_size(config)}
     shared = [name for name, size in axes.items() if size > 1]
-    if kind in _TOGETHER and shared:
+    if spec.step and shared:
         why = (
             f"{kind} needs whole parameters, and parallel.{shared[0]} splits them: use an element-wise "
             "optimizer such as AdamW, or remove the axis"
         )
         report.problems.append(("optimizer.type", why))
-    if kind in _TOGETHER and zero.step_in_backward:
-        why = f"{kind} is not element-wise: use {', '.join(NARROW)}, or remove the key"
+    if spec.step and zero.step_in_backward:
+        why = f"{kind} is not element-wise: use {', '.join(KERNEL_NAMES)}, or remove the key"
         report.problems.append(("zero_optimization.step_in_backward", why))
     otherwise = {
         "zero_quantized_gradients": zero.zero_quantized_gradients,
@@ -281,7 +282,7 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         "mics_shard_size": zero.mics_shard_size > 0,
         "shard_group": zero.shard_group != "world",
     }
-    for name, is_on in otherwise.items() if kind in _OF_SIGNS else ():
+    for name, is_on in otherwise.items() if spec.needs == "ranks" else ():
         if is_on:
             why = f"{kind} compresses its own all-reduce over all ranks: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))
@@ -308,10 +309,6 @@ def _local_steps(config: Config, report: ConfigReport) -> Config:
     may = zero.stage == 0 and not _is_stage_open(report) and sequence_size(config) == 1
     params = {**section.params, "local_step_clipper": 16 if may else 1}
     return config.model_copy(update={"optimizer": section.model_copy(update={"params": params})})
-
-
-_OF_SIGNS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-_TOGETHER = ("Lamb", "Muon", *_OF_SIGNS)
 
 
 def _precision(config: Config, report: ConfigReport) -> None:
@@ -642,9 +639,9 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     part = clean.get(key)
     if not isinstance(part, dict):
         return
-    models = optimizers.OPTIMIZER_PARAMS if key == "optimizer" else optimizers.SCHEDULER_PARAMS
-    known = optimizers.OPTIMIZERS if key == "optimizer" else optimizers.SCHEDULERS
-    later = optimizers.LATER_OPTIMIZERS if key == "optimizer" else optimizers.LATER_SCHEDULERS
+    models = optimizer_models() if key == "optimizer" else SCHEDULER_PARAMS
+    known = tuple(IN_CONFIG) if key == "optimizer" else SCHEDULERS
+    later = LATER_NAMES if key == "optimizer" else LATER_SCHEDULERS
     path = f"{key}.params"
     if part.get("params", {}) is None:
         del part["params"]
@@ -666,11 +663,9 @@ def _named(clean: dict[str, Any], key: str, report: ConfigReport) -> None:
     if not isinstance(params, dict):
         return
     report.given.discard(path)
-    if "state_dtype" in params and canonical in optimizers.OPTIMIZERS and canonical not in optimizers.NARROW:
+    if key == "optimizer" and "state_dtype" in params and canonical not in KERNEL_NAMES:
         if params["state_dtype"] not in (None, "fp32"):
-            why = (
-                f"{canonical} supports fp32 state only: use {', '.join(optimizers.NARROW)}, or remove the key"
-            )
+            why = f"{canonical} supports fp32 state only: use {', '.join(KERNEL_NAMES)}, or remove the key"
             report.problems.append((f"{path}.state_dtype", why))
         params = part["params"] = {k: v for k, v in params.items() if k != "state_dtype"}
     if model := models.get(canonical):

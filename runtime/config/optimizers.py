@@ -6,18 +6,26 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ..optimizer_specs import SPECS, load_object
 from .fields import Betas, Bool, Count, NonNegative, Number, Positive, Section, Size, always, ok
 from .fields import Integer as LastIteration
 from .unsupported import with_missing
+
+_TYPES = (
+    ", ".join(
+        spec.name
+        for spec in sorted(SPECS, key=lambda spec: not spec.has_kernel)
+        if spec.in_config == "supported" and (spec.arguments or not spec.classes[0].startswith("torch."))
+    )
+    + " (docs/guides/optimizers.md) or another class of torch.optim. Case-insensitive."
+)
 
 
 @with_missing("optimizer")
 class Optimizer(Section):
     """The optimizer to build when the script passes none."""
 
-    type: str = Field()
-    """Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam (docs/guides/optimizers.md) or
-    another class of torch.optim. Case-insensitive."""
+    type: str = Field(description=_TYPES)
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer."""
 
@@ -319,17 +327,6 @@ class LRRangeTestParams(_Schedule):
     """Increase in discrete steps."""
 
 
-OPTIMIZER_PARAMS: dict[str, type[Params]] = {
-    "Adam": AdamParams,
-    "AdamW": AdamParams,
-    "SGD": SGDParams,
-    "Lion": LionParams,
-    "Lamb": LambParams,
-    "Muon": MuonParams,
-    "OneBitAdam": OneBitAdamParams,
-    "OneBitLamb": OneBitLambParams,
-    "ZeroOneAdam": ZeroOneAdamParams,
-}
 SCHEDULER_PARAMS: dict[str, type[Params]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
@@ -337,37 +334,6 @@ SCHEDULER_PARAMS: dict[str, type[Params]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
 }
-
-_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-_PLAIN = {"lr": 1e-2, "weight_decay": 0.0}
-# What "auto" becomes: torch's defaults. AdamW's weight decay is torch's 0.01.
-OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Adam": _ADAM,
-    "AdamW": {**_ADAM, "weight_decay": 1e-2},
-    "SGD": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "ASGD": _PLAIN,
-    "Adadelta": {"lr": 1.0, "eps": 1e-6, "weight_decay": 0.0},
-    "Adafactor": _PLAIN,
-    "Adagrad": {**_PLAIN, "eps": 1e-10},
-    "Adamax": {**_ADAM, "lr": 2e-3},
-    "Lamb": _ADAM,
-    "Lion": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0},
-    "Muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8},
-    "NAdam": {**_ADAM, "lr": 2e-3},
-    "OneBitAdam": _ADAM,
-    "OneBitLamb": _ADAM,
-    "RAdam": _ADAM,
-    "RMSprop": {**_PLAIN, "eps": 1e-8, "momentum": 0.0},
-    "Rprop": {"lr": 1e-2},
-    "ZeroOneAdam": _ADAM,
-}
-OPTIMIZERS = tuple(OPTIMIZER_DEFAULTS)
-NARROW = ("Adam", "AdamW", "SGD", "Lion")
-"""Names those that keep their state in fewer than 32 bits if they are asked to."""
-# LBFGS needs a closure and SparseAdam sparse gradients.
-LATER_OPTIMIZERS = (
-    "MuAdam", "MuAdamW", "MuSGD", "LBFGS", "SparseAdam",
-)  # fmt: skip
 SCHEDULERS = (
     *SCHEDULER_PARAMS,
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
@@ -377,3 +343,18 @@ SCHEDULERS = (
 LATER_SCHEDULERS = (
     "LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau",
 )  # fmt: skip
+
+
+def optimizer_models() -> dict[str, type[Params]]:
+    """Return the models of optimizers' arguments by ``optimizer.type``, those with a kernel first."""
+    specs = sorted(SPECS, key=lambda spec: not spec.has_kernel)
+    return {spec.name: load_object(spec.arguments) for spec in specs if spec.arguments}
+
+
+def fixed_arguments(kind: str) -> frozenset[str]:
+    """Return the arguments of an ``optimizer.type`` whose effect is always on: its class has none of them."""
+    model = optimizer_models().get(kind, Params)
+    extras = {name: info.json_schema_extra for name, info in model.model_fields.items()}
+    return frozenset(
+        name for name, extra in extras.items() if isinstance(extra, dict) and extra.get("support") == "always"
+    )

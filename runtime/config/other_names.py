@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .optimizers import NARROW, OPTIMIZERS, SCHEDULERS
+from ..optimizer_specs import find_by_type
+from .optimizers import SCHEDULERS
 
 _BITS = re.compile(r"([48])_?bits?")
 _WRAPPING = re.compile(
@@ -42,11 +43,11 @@ def read_optimizer(name: Any) -> dict[str, Any]:
         return {}
     given = name.lower()
     bare = re.sub(r"[\W_]", "", _WRAPPING.sub("", given))
-    kind = {known.lower(): known for known in OPTIMIZERS}.get(bare)
-    if kind is None:
+    spec = find_by_type(bare)
+    if spec is None:
         return {}
-    read: dict[str, Any] = {"optimizer.type": kind}
-    if _BITS.search(given) and kind in NARROW:
+    read: dict[str, Any] = {"optimizer.type": spec.name}
+    if _BITS.search(given) and spec.has_kernel:
         read["optimizer.params.state_dtype"] = "int8"
     if "paged" in given or "cpu" in given:
         read["zero_optimization.offload_optimizer.device"] = "cpu"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from .check import extra, join, section_of
 from .fields import MAX, Section
-from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, AdamParams
+from .optimizers import SCHEDULER_PARAMS, AdamParams, optimizer_models
 from .schema import Config
 
 _SUPPORT = {
@@ -46,7 +46,7 @@ def markdown() -> str:
     """Return the reference as Markdown."""
     parts = [_INTRO, *_section(Config, "", "Top level")]
     parts += _section(AdamParams, "optimizer.params", "`optimizer.params` of Adam and AdamW")
-    for name, model in OPTIMIZER_PARAMS.items():
+    for name, model in optimizer_models().items():
         if model is not AdamParams:
             parts += _section(model, "optimizer.params", f"`optimizer.params` of {name}")
     for name, model in SCHEDULER_PARAMS.items():

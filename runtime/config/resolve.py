@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..mesh import MeshShape
+from ..optimizer_specs import IN_CONFIG
 from ..world_sizes import FirstBatch, find_first_batch
 from .axis_sizes import mesh_shape
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
 from .load import ConfigError, Loaded
-from .optimizers import OPTIMIZER_DEFAULTS, SCHEDULER_PARAMS
+from .optimizers import SCHEDULER_PARAMS
 from .schema import TRACKERS, Config, without_secrets
 
 
@@ -272,7 +273,7 @@ def _params(
     opened = {part: sorted(_auto_params(loaded, part)) for part in ("optimizer", "scheduler")}
     optimizer = values["optimizer"]
     scheduler = values["scheduler"]
-    defaults = OPTIMIZER_DEFAULTS[optimizer["type"]] if optimizer else {"lr": 1e-3}
+    defaults = IN_CONFIG[optimizer["type"]].defaults if optimizer else {"lr": 1e-3}
     for name in opened["optimizer"] if optimizer else ():
         path = f"optimizer.params.{name}"
         if name == "lr" and default_lr is not None:

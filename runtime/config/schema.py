@@ -27,7 +27,7 @@ from .fields import (
     real,
     section,
 )
-from .optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Optimizer, Scheduler
+from .optimizers import SCHEDULER_PARAMS, Optimizer, Scheduler, optimizer_models
 from .parallel import ExpertParallel, Parallel, Pipeline, TensorParallel
 from .unsupported import with_missing
 from .zero import Zero
@@ -485,7 +485,7 @@ def json_schema() -> Json:
     """Return the JSON Schema of a config file, with aliases and "auto" allowed."""
     schema = Config.model_json_schema()
     definitions: Json = schema["$defs"]
-    for model in {*OPTIMIZER_PARAMS.values(), *SCHEDULER_PARAMS.values()}:
+    for model in {*optimizer_models().values(), *SCHEDULER_PARAMS.values()}:
         definitions[model.__name__] = model.model_json_schema()
     for part in (schema, *definitions.values()):
         properties = part["properties"]
@@ -495,7 +495,7 @@ def json_schema() -> Json:
                 prop.pop(ours, None)
             properties[key] = _with_auto(prop)
             properties |= dict.fromkeys(aliases, properties[key])
-    for name, by_type in (("Optimizer", OPTIMIZER_PARAMS), ("Scheduler", SCHEDULER_PARAMS)):
+    for name, by_type in (("Optimizer", optimizer_models()), ("Scheduler", SCHEDULER_PARAMS)):
         definitions[name]["allOf"] = [
             {
                 "if": {"properties": {"type": {"const": kind}}, "required": ["type"]},

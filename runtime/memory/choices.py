@@ -10,12 +10,11 @@ from typing import Any
 from ...cuda_ops.narrow_state import STATE_BYTES
 from ..mesh import MeshShape
 from ..offload.manager import OffloadOptions, Tier
+from ..optimizer_specs import ESTIMATED
 from .activations import AUTOCAST, Activations
 from .estimate import GIB, MemoryPlan, Setting, plan
 from .model import ModelSizes
 
-STATES = {"AdamW": 2, "Lamb": 2, "Lion": 1, "Adagrad": 1, "Muon": 1, "SGD": 1}
-"""Counts what optimizers keep of each element: SGD with momentum, Muon of the matrices that it steps."""
 _BLOCKS_OF_BUCKETS = 2
 """Blocks that the backward pass has left, with their activations, when most gradient buckets are alive."""
 CONTEXT_BYTES = GIB
@@ -149,6 +148,7 @@ def compare(
     """Estimate all choices, the fastest first; ``model`` is what one rank has of the model."""
     found = []
     wide_bytes = dtype_bytes if kept.stochastic else 4
+    states = len(ESTIMATED[kept.optimizer].states)
     for choice in choices(machines.shards, machines.axes.pipeline, steps_in_backward=steps_in_backward):
         if choice.checkpointed and (activations is None or activations.checkpointed is None):
             continue
@@ -166,14 +166,14 @@ def compare(
             expert_shards=machines.shards // machines.axes.expert,
             frozen=model.frozen,
             dtype_bytes=dtype_bytes,
-            states=STATES[kept.optimizer],
+            states=states,
             master_bytes=wide_bytes,
             state_bytes=STATE_BYTES[kept.state_dtype],
             grad_bytes=wide_bytes,
             offload=OffloadOptions(
                 optimizer=choice.optimizer,
                 parameters=choice.parameters,
-                state_count=STATES[kept.optimizer],
+                state_count=states,
                 narrow_masters=kept.stochastic,
             ),
             freed_by_backward=freed,
@@ -210,7 +210,8 @@ def config_text(
         own = ', "master_weights": "stochastic"' if kept.stochastic else ""
         lines.append(f'"{dtype}": {{"enabled": true{own}}},  // halves parameter memory and traffic')
     rate = "1e-4" if kept.state_dtype == "fp32" else f'1e-4, "state_dtype": "{kept.state_dtype}"'
-    rate += ', "momentum": 0.9' if kept.optimizer == "SGD" else ""
+    more = ESTIMATED[kept.optimizer].estimated or {}
+    rate += "".join(f', "{name}": {json.dumps(value)}' for name, value in more.items())
     lines.append(
         f'"optimizer": {{"type": "{kept.optimizer}", "params": {{"lr": {rate}}}}},  // set your learning rate'
     )

@@ -20,7 +20,7 @@ from ..errors import MemoryPlanError
 from ..host_memory import host_bytes
 from ..log import detail, say
 from ..offload.manager import OffloadOptions, mean_state_count
-from ..optim.registry import ELEMENTWISE, error_bytes
+from ..optim.registry import error_bytes, steps_elements
 from ..precision import Precision
 from ..zero import placeholder
 from ..zero.policy import Block, ShardingOptions
@@ -179,7 +179,7 @@ def _can_step_in_backward(
     """Tell whether units could be stepped inside the backward pass."""
     is_plain = comm.mesh.axes.keys() <= {"data"} and not offload.any and not accumulates
     may_skip = precision.scaler.dynamic or precision.dtype is torch.float16
-    return is_plain and not may_skip and type(optimizer) in ELEMENTWISE
+    return is_plain and not may_skip and steps_elements(optimizer)
 
 
 def _can_narrow(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config.load import parse
-
-_ADAM = ("betas", "eps")
-"""Arguments that TrainingArguments have for these optimizers alone."""
-_ADAMS = ("AdamW", "Lamb")
+from ..optimizer_specs import ESTIMATED, MOMENTS
 
 
 def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | bool]]:
@@ -43,7 +40,10 @@ def trainer_config(text: str, world_size: int) -> tuple[str, dict[str, int | boo
                 arguments[name] = True
             written[name] = {**config.pop(name, {}), "enabled": "auto"}
     optimizer = config.pop("optimizer")
-    names = ("lr", *(_ADAM if optimizer["type"] in _ADAMS else ()), "weight_decay")
+    spec = ESTIMATED[optimizer["type"]]
+    # TrainingArguments have Adam's betas and eps, which other optimizers must not get: Lion's are others.
+    filled = ("lr", *(("betas", "eps") if spec.states == MOMENTS else ()), "weight_decay")
+    names = [name for name in filled if name in spec.defaults]
     written["optimizer"] = {**optimizer, "params": {**optimizer["params"], **dict.fromkeys(names, "auto")}}
     parallel = dict(config.pop("parallel", {}))
     tensor = parallel.pop("tensor", 1)

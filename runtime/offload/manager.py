@@ -18,7 +18,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
-from ..optim.registry import ELEMENTWISE, collective_step_of
+from ..optim.registry import collective_step_of, steps_elements
 from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
 from ..zero.layout import TILE_NUMEL, tile_ranges
 from ..zero.store import (
@@ -286,7 +286,7 @@ def mean_state_count(optimizer: torch.optim.Optimizer | None, numel_of: Callable
     """
     most = state_count(optimizer)
     kind = collective_step_of(optimizer)
-    if optimizer is None or (kind is None and type(optimizer) not in ELEMENTWISE):
+    if optimizer is None or (kind is None and not steps_elements(optimizer)):
         return most
     total = 0.0
     numel = 0

@@ -6,7 +6,7 @@ CONTRIBUTING.md says what else a new optimizer or schedule needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,41 +17,23 @@ from ...cuda_ops.step import needs_kernel
 from ..comm.collectives import Comm
 from ..comm.link import ALIGN_NUMEL
 from ..config import Config, ConfigError, Effective
+from ..config.optimizers import fixed_arguments
 from ..environment import read_environment
 from ..errors import OptimizerError
 from ..log import detail, say, warn
+from ..optimizer_specs import SPECS, USE_ELEMENTWISE, OptimizerSpec, find_by_type, find_spec, load_object
 from ..zero.unit import Unit
 from .collective import CollectiveStep
 from .in_backward import BackwardStep
-from .lamb import Lamb, LambStep
-from .lion import Lion
 from .local_steps import refuse_local_steps
-from .muon import Muon, MuonStep, split_for_muon
-from .one_bit import (
-    OneBitAdam,
-    OneBitAdamStep,
-    OneBitLamb,
-    OneBitLambStep,
-    OneBitOptimizer,
-    ZeroOneAdam,
-    ZeroOneAdamStep,
-    agree_on_phase,
-)
+from .muon import split_for_muon
+from .one_bit import OneBitOptimizer, ZeroOneAdam, agree_on_phase
 from .schedules import SCHEDULES
 from .step import StepMethod
 from .uncorrected_adam import UncorrectedAdam
 
 # -- optimizers -------------------------------------------------------------------------------------
 
-
-ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop"),
-        "Rprop",
-    )
-) | {Lion, UncorrectedAdam}
-"""Lists classes whose update of an element depends only on that element's gradient and state."""
 
 _IGNORED = {
     "torch_adam",
@@ -64,25 +46,7 @@ _IGNORED = {
 """Keys that choose among DeepSpeed's implementations; here there is one. Values that would change results are
 refused.
 """
-
-
-_OURS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "lion": Lion,
-    "lamb": Lamb,
-    "muon": Muon,
-    "onebitadam": OneBitAdam,
-    "onebitlamb": OneBitLamb,
-    "zerooneadam": ZeroOneAdam,
-}
-_OF_BACKENDS = (
-    "bias_correction",
-    "cuda_aware",
-    "comm_backend_name",
-)
-"""Names what DeepSpeed's 1-bit optimizers take besides; config/optimizers.py says which values are right."""
 _KEY = "zero_optimization.step_in_backward"
-_UNCORRECTED = {"onebitadam", "onebitlamb", "zerooneadam"}
 
 
 def build_optimizer(
@@ -94,22 +58,22 @@ def build_optimizer(
     ``state_dtype`` becomes an entry of the param groups. Raises ValueError for an unknown type or arguments
     that it does not take.
     """
-    name = kind.lower()
-    arguments = {key: value for key, value in params.items() if key not in _IGNORED}
+    spec = find_by_type(kind)
+    if spec is None:
+        raise ValueError(f"optimizer.type: unknown {kind!r}; use AdamW, Adam, SGD or a name from torch.optim")
+    without = _IGNORED | fixed_arguments(spec.name)
+    arguments = {key: value for key, value in params.items() if key not in without}
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    if name in _UNCORRECTED:
-        for key in _OF_BACKENDS:
-            arguments.pop(key, None)
-    if name == "muon":
-        arguments.pop("ns_method", None)
+    maker: Any = load_object(spec.classes[0])
+    if spec.name == "Muon":
         rate, *own = (arguments.pop(key, None) for key in ("lr", "muon_lr", "adam_lr"))
         rates = [(1e-3 if rate is None else rate) if each is None else each for each in own]
         groups = split_for_muon(groups, model, muon_lr=rates[0], adam_lr=rates[1])
         arguments["adam_eps"] = arguments.pop("eps", 1e-8)
-    if name in ("adam", "adamw"):
-        decoupled = name == "adamw" or params.get("adam_w_mode", True)
-        maker: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+    if spec.name in ("Adam", "AdamW"):
+        decoupled = spec.name == "AdamW" or params.get("adam_w_mode", True)
+        maker = torch.optim.AdamW if decoupled else torch.optim.Adam
         if not arguments.pop("bias_correction", True):
             maker = partial(UncorrectedAdam, decoupled=decoupled)
             if arguments.pop("amsgrad", False):
@@ -118,12 +82,6 @@ def build_optimizer(
                 arguments.pop(key, None)
         # DeepSpeed's default for both is no decay; torch's AdamW has 0.01.
         arguments.setdefault("weight_decay", 0.0)
-    else:
-        maker = _OURS.get(name) or getattr(torch.optim, kind, None)
-        if not (isinstance(maker, type) and issubclass(maker, torch.optim.Optimizer)):
-            raise ValueError(
-                f"optimizer.type: unknown {kind!r}; use AdamW, Adam, SGD or a name from torch.optim"
-            )
     state_dtype = arguments.pop("state_dtype", None)
     rate = arguments.get("lr")
     if isinstance(rate, (bool, str)):
@@ -165,22 +123,35 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
 # Decides which object steps the units of an engine: for most optimizers none but the engine itself.
 
 
-_STEPS: dict[type[torch.optim.Optimizer], type[CollectiveStep]] = {
-    Lamb: LambStep,
-    Muon: MuonStep,
-    OneBitAdam: OneBitAdamStep,
-    OneBitLamb: OneBitLambStep,
-    ZeroOneAdam: ZeroOneAdamStep,
-}
-if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
-    _STEPS[torch.optim.Muon] = MuonStep
+@cache
+def _specs_by_class() -> dict[type[torch.optim.Optimizer], OptimizerSpec]:
+    found = {}
+    for spec in SPECS:
+        for path in spec.classes:
+            module, _, name = path.rpartition(".")
+            if module != "torch.optim" or hasattr(torch.optim, name):  # torch has Muon from 2.9 on
+                found[load_object(path)] = spec
+    return found
+
+
+def _spec_of_class(optimizer: torch.optim.Optimizer | None) -> OptimizerSpec | None:
+    """Return the spec of an optimizer's class. A subclass, which may step in another way, has none."""
+    return _specs_by_class().get(type(optimizer)) if optimizer is not None else None
+
+
+def steps_elements(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether an optimizer's class is known to update each element by its own gradient and state alone."""
+    spec = _spec_of_class(optimizer)
+    return spec is not None and spec.needs == "element"
 
 
 def collective_step_of(optimizer: torch.optim.Optimizer | None) -> type[CollectiveStep] | None:
-    """Return the step of an optimizer's class, if it is one that ranks make together. A subclass, which may
-    step in another way, has none.
-    """
-    return _STEPS.get(type(optimizer)) if optimizer is not None else None
+    """Return the step of an optimizer's class, if it is one that ranks make together."""
+    spec = _spec_of_class(optimizer)
+    if spec is None or not spec.step:
+        return None
+    step: type[CollectiveStep] = load_object(spec.step)
+    return step
 
 
 def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -225,7 +196,7 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
     if divides_layers and collective_step_of(optimizer) is not None:
         raise OptimizerError(
             f"optimizer {name} needs whole parameters and does not support tensor, expert or pipeline "
-            "parallelism: turn these off, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
+            f"parallelism: turn these off, or {USE_ELEMENTWISE}"
         )
 
 
@@ -251,7 +222,7 @@ def check_step_in_backward(
     if whole or collective_step_of(optimizer) is not None:
         raise OptimizerError(
             f"{_KEY} does not support optimizer {type(optimizer).__name__}, which needs whole parameters or "
-            "other ranks' data: remove the key, or use an element-wise optimizer (Adam, AdamW, SGD, Lion)"
+            f"other ranks' data: remove the key, or {USE_ELEMENTWISE}"
         )
     if comm.rank == 0:
         say(f"step_in_backward: the optimizer steps each unit inside the backward pass; {_clipping(config)}")
@@ -303,14 +274,6 @@ def choose_method(
 # Decides which optimizers may step flat shards, and which need whole tensors.
 
 
-_NEVER = {
-    "LBFGS": "runs the model several times in one step",
-    "SparseAdam": "needs sparse gradients, and the engine's are dense",
-}
-_BY_SHAPE = {"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "LARS", "Lars"}
-"""Names optimizers that are known to look at a whole tensor."""
-
-
 def check_narrow(optimizer: torch.optim.Optimizer, config: Config, dtype: torch.dtype | None) -> None:
     """Raise OptimizerError for state or master values in fewer than 32 bits that no kernel steps, or that are
     to be kept on NVMe. ``dtype``: what the model computes in; None for its parameters' own.
@@ -340,20 +303,19 @@ def needs_whole_tensors(
     the device, and is stepped in tiles. ``allowed``: the config's zero_allow_untested_optimizer. Raises
     OptimizerError for an optimizer that would compute something else on what it gets.
     """
-    kind = type(optimizer)
     name = type(optimizer).__name__
-    if name in _NEVER:
-        raise OptimizerError(f"optimizer {name} is not supported: it {_NEVER[name]}")
-    if kind in ELEMENTWISE or collective_step_of(optimizer) is not None:
+    spec = find_spec(name)
+    if spec is not None and spec.refused:
+        raise OptimizerError(f"optimizer {name} is not supported: it {spec.refused}")
+    if steps_elements(optimizer) or collective_step_of(optimizer) is not None:
         return False
     if whole and not offloaded:
         return True
     place = "offload_optimizer updates tiles" if whole else "this config gives it flat shards"
-    if name in _BY_SHAPE:
+    if spec is not None and spec.needs == "parameter":
         raise OptimizerError(
-            f"optimizer {name} needs whole tensors, but {place}: use an element-wise optimizer (Adam, AdamW, "
-            "SGD, Lion), or stage 0 or one rank, without offload_optimizer and tensor, expert or pipeline "
-            "parallelism"
+            f"optimizer {name} needs whole tensors, but {place}: {USE_ELEMENTWISE}, or stage 0 or one rank, "
+            "without offload_optimizer and tensor, expert or pipeline parallelism"
         )
     if allowed:
         return False

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from zlaunch.cli.commands import SETTINGS, Command, count_option, with_options
 from zlaunch.cli.model_shape import VOCAB, shape_advice, usual_shape
+from zlaunch.runtime.optimizer_specs import ESTIMATED, listed
 
 if TYPE_CHECKING:
     from zlaunch.runtime.memory.activations import Activations
@@ -173,6 +174,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
+_NUMBERS = ("no state", "one", "two", "three", "four")
+
+
+def _states_text() -> str:
+    """Return the help of --optimizer: how many states each keeps."""
+    names: dict[int, list[str]] = {}
+    for name, spec in ESTIMATED.items():
+        names.setdefault(len(spec.states), []).append(name)
+    *more, _ = names
+    texts = [
+        f"{listed(names[count], 'and')} {'keep' if len(names[count]) > 1 else 'keeps'} {_NUMBERS[count]}"
+        for count in more
+    ]
+    others = f"the others {_NUMBERS[min(names)]}"
+    given = "; ".join(
+        f"{name}: with {listed(spec.estimated, 'and')}" for name, spec in ESTIMATED.items() if spec.estimated
+    )
+    return f"{', '.join(texts)} states per parameter, {others}{f' ({given})' if given else ''}."
+
+
 @click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("model", required=False)
 @click.option(
@@ -199,10 +220,10 @@ def _is_number(text: str) -> bool:
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(["AdamW", "Lamb", "Lion", "Adagrad", "Muon", "SGD"], case_sensitive=False),
+    type=click.Choice(list(ESTIMATED), case_sensitive=False),
     default="AdamW",
     show_default=True,
-    help="AdamW and Lamb keep two states per parameter, the others one (SGD: with momentum).",
+    help=_states_text(),
 )
 @click.option(
     "--state_dtype",
@@ -315,8 +336,9 @@ def estimate(
         (f"--state_dtype {state_dtype}", state_dtype != "fp32"),
         ("--master_weights stochastic", master_weights == "stochastic"),
     ):
-        if is_narrow and optimizer in ("Adagrad", "Lamb", "Muon"):
-            raise click.UsageError(f"{name} works with AdamW, Lion and SGD, not with {optimizer}")
+        if is_narrow and not ESTIMATED[optimizer].has_kernel:
+            others = listed([other for other, spec in ESTIMATED.items() if spec.has_kernel], "and")
+            raise click.UsageError(f"{name} works with {others}, not with {optimizer}")
     known = given_speeds(simulate, measured, speeds)
     axes = given_axes(
         nodes * gpus, seq, tensor, sequence, pipeline, expert, simulate=simulate, has_input=shape is not None
@@ -407,8 +429,8 @@ def estimate(
             click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
-            narrows = optimizer in ("AdamW", "Lion", "SGD")
-            steps = optimizer not in ("Lamb", "Muon")
+            narrows = ESTIMATED[optimizer].has_kernel
+            steps = ESTIMATED[optimizer].needs == "element"
             smaller = [
                 text
                 for text, is_given in (

@@ -17,6 +17,7 @@ import pytest
 from zlaunch.cli.main import main
 from zlaunch.runtime.config import load
 from zlaunch.runtime.memory.trainer_config import trainer_config
+from zlaunch.runtime.optimizer_specs import ESTIMATED
 
 MODEL = """
 import torch
@@ -426,7 +427,7 @@ def test_other_optimizers_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
     assert '"type": "Lion"' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Lion", "Adagrad", "Muon", "SGD"])
+@pytest.mark.parametrize("optimizer", ESTIMATED)
 def test_a_config_for_the_trainer(optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--params", "7B", "--num_gpus", "8", "--gpu_mem", "24", "--optimizer", optimizer]
     assert main(["estimate", *given, "--micro_batch", "2", "--seq", "512", "--for", "fits", "--trainer"]) == 0

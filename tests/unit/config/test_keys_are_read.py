@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from zlaunch.runtime.config import Config, ConfigError, load
 from zlaunch.runtime.config.check import extra, section_of
 from zlaunch.runtime.config.fields import Section
-from zlaunch.runtime.config.optimizers import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zlaunch.runtime.config.optimizers import SCHEDULER_PARAMS, optimizer_models
 from zlaunch.runtime.config.reference import markdown
 from zlaunch.runtime.optim.registry import build_optimizer, build_scheduler
 
@@ -290,10 +290,10 @@ def sample(name: str, info: FieldInfo) -> Any:
     return 7 if default is None else default
 
 
-@pytest.mark.parametrize("kind", OPTIMIZER_PARAMS)
+@pytest.mark.parametrize("kind", optimizer_models())
 def test_every_argument_of_an_optimizer_is_taken(kind: str) -> None:
     group = [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
-    for name, info in OPTIMIZER_PARAMS[kind].model_fields.items():
+    for name, info in optimizer_models()[kind].model_fields.items():
         if extra(info).get("support") != "results":
             build_optimizer(kind, {name: sample(name, info)}, group, torch.nn.Linear(1, 1))
 

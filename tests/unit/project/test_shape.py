@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
 ORDER = (
     "errors",
+    "runtime.optimizer_specs",  # facts, which import nothing
     "cuda_ops",
     *(
         f"runtime.{name}"

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from zlaunch.compat.deepspeed import is_installed
+from zlaunch.runtime.optimizer_specs import SIGN_NAMES, listed
 
 INFERENCE = "serve an exported model with vLLM, or generate with ZeRO stage 3 and no optimizer"
 PIPELINE = "deepspeed.pipe.PipelineModule takes a list of layers; pipeline.stages of the config divides them"
@@ -23,7 +24,7 @@ SEQUENCES = (
 )
 FLOPS = "use flops_profiler of the config, or torch.utils.flop_counter.FlopCounterMode and torch.profiler"
 ELASTICITY = "checkpoints load at any number of ranks: write the batch keys for the ranks there are"
-OPTIMIZERS = "the optimizers OneBitAdam, OneBitLamb and ZeroOneAdam exchange signs by themselves"
+OPTIMIZERS = f"the optimizers {listed(SIGN_NAMES, 'and')} exchange signs by themselves"
 
 MODULES = {
     "autotuning": "write the batch sizes into the config; zlaunch --dry_run shows what they mean",
