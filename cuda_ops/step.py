@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..runtime.optimizer_specs import KERNEL_NAMES, listed
 from . import host, loader, twins
 from .arguments import (
     FLOATS,
@@ -285,7 +284,7 @@ def needs_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dty
         raise ValueError(f"state_dtype of {name} is {kind!r}, expected one of {', '.join(STATE_DTYPES)}")
     what = f'state_dtype "{kind}"' if kind != "fp32" else 'bf16.master_weights "stochastic"'
     if rule is None:
-        raise ValueError(f"{what} is not supported with {name}: use {listed(KERNEL_NAMES, 'or')}")
+        raise ValueError(f"{what} is not supported with {name}: use Adam, AdamW, SGD or Lion")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{what} is not supported for master values of {dtype}")
     if kind != "fp32" and not rule.states(group):

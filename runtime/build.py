@@ -284,8 +284,8 @@ def _read_config(config: Any) -> Loaded:
 
 
 def _resolve_config(loaded: Loaded, model: nn.Module, comm: Comm, *, is_compat: bool) -> Effective:
-    """Fill in "auto" values, and let rank 0 say what was guessed. ``is_compat``: a DeepSpeed script gets the
-    engine, and is told which defaults differ from DeepSpeed's.
+    """Fill in "auto" values. Rank 0 prints what it guessed. With ``is_compat`` (a DeepSpeed script), it also
+    prints the defaults that differ from DeepSpeed's.
     """
     hidden, hidden_from = find_hidden_size(model)
     effective = resolve(
@@ -300,15 +300,16 @@ def _resolve_config(loaded: Loaded, model: nn.Module, comm: Comm, *, is_compat: 
             warn(warning)
         for line in effective.resolved_auto():
             detail(line)
-        for line in effective.changed_defaults() if is_compat else ():
-            say(line)
+        if is_compat:
+            for line in effective.changed_defaults():
+                say(line)
     return effective
 
 
 def _tell_overridden(
     effective: Effective, comm: Comm, given: Any, client: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """Let rank 0 say which sections of the config the script's own objects replace."""
+    """Warn, on rank 0, about sections of the config that the script's own objects replace."""
     overridden = []
     if given is not None and client is not None:
         overridden += effective.override("optimizer", type(client).__name__)
@@ -320,7 +321,7 @@ def _tell_overridden(
 
 
 def _check_whole_steps(effective: Effective, whole_steps: bool) -> None:
-    """Raise ConfigError if train_batch() is to count micro-batches that the config leaves to the script."""
+    """Raise ConfigError if train_batch() counts micro-batches, but the config leaves that to the script."""
     if whole_steps and not effective.config.managed_gradient_accumulation:
         raise ConfigError(
             [

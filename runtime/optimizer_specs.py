@@ -1,7 +1,7 @@
-"""The facts about each optimizer, one row each. Imports no torch and no models of the config.
+"""Describe each optimizer in one row. Imports neither torch nor the models of the config.
 
 Note [Optimizer specs]
-A fact about an optimizer stands in its row only, and everything else queries the rows: the config (names,
+Each fact about an optimizer is in its row, and nowhere else. All others query the rows: the config (names,
 arguments, "auto"), the choice of the step, checkpoints, `zlaunch estimate` and the advice in messages. Rows
 name classes by their dotted path, because the command line reads them without importing torch.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What zlaunch knows about an optimizer."""
+    """Describe an optimizer: one row of :data:`SPECS`."""
 
     name: str
     """The class's own name, which is also the config's ``optimizer.type``."""
@@ -248,7 +248,7 @@ def find_by_type(kind: str) -> OptimizerSpec | None:
 
 
 def can_read(name: str, saved: str) -> bool:
-    """Whether optimizer ``name`` continues with the state that optimizer ``saved`` wrote to a checkpoint."""
+    """Return whether optimizer ``name`` can load the state of optimizer ``saved`` from a checkpoint."""
     spec = find_spec(name)
     return name == saved or (spec is not None and spec.name == name and saved in spec.reads)
 

@@ -56,7 +56,7 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
             continue
         if part.leaf is not None and is_elementwise(value, part.leaf):
             wide = is_narrow(entries, key) or value.dtype == _wide(part.leaf.dtype)
-            # By name, not by dtype: the load makes it in the width of its own masters.
+            # AS_MASTER instead of a dtype: a load creates the state in the dtype of its own masters.
             tensors[key] = AS_MASTER if wide else NAMES[value.dtype]
         elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(part)):
             scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape

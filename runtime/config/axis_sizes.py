@@ -29,7 +29,7 @@ def pipeline_size(config: Config) -> int:
 
 
 def mesh_shape(config: Config, world_size: int) -> MeshShape:
-    """Return the mesh of a config on so many ranks. Raises ValueError with the sizes that would do."""
+    """Return the mesh of a config on ``world_size`` ranks. Raises ValueError with the sizes that fit."""
     parallel = config.parallel
     sizes = {
         "tensor": (tensor_size(config), "tensor_parallel.autotp_size"),

@@ -232,7 +232,7 @@ def cross(config: Config, report: ConfigReport) -> Config:
 
 
 def _is_stage_open(report: ConfigReport) -> bool:
-    """Whether the stage is "auto", or rejected: the config then holds a default, which proves nothing."""
+    """Return whether the stage is "auto" or rejected: the config then holds a default."""
     at = "zero_optimization.stage"
     return at in report.auto or any(here in (at, "zero_optimization") for here, _ in report.problems)
 
@@ -282,8 +282,8 @@ def _optimizer(config: Config, report: ConfigReport) -> None:
         "mics_shard_size": zero.mics_shard_size > 0,
         "shard_group": zero.shard_group != "world",
     }
-    for name, is_on in otherwise.items() if spec.needs == "ranks" else ():
-        if is_on:
+    for name, is_on in otherwise.items():
+        if is_on and spec.needs == "ranks":
             why = f"{kind} compresses its own all-reduce over all ranks: remove the key"
             report.problems.append((f"zero_optimization.{name}", why))
     if kind == "ZeroOneAdam" and params["local_step_clipper"] > 1:

@@ -442,8 +442,8 @@ class OneBitStep(CollectiveStep):
                 kept.add_(self._whole_momentum(turn), alpha=beta1)
         elif turn.frozen and beta1 != self._beta1:
             self.exchange.add_last(unit, kept, beta1 - self._beta1)  # a schedule has changed it
-        # The divisor is that of a sum over the ranks. Here each rank sends its own gradient, and the exchange
-        # takes the mean.
+        # turn.divisor divides a sum over the ranks. Here each rank sends its own gradient and the exchange
+        # takes the mean, so the world size cancels.
         share = self.comm.world_size / turn.divisor
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
@@ -747,7 +747,7 @@ def _frozen_ratio(
     factor = min(max(factor, float(group["factor_min"])), float(group["factor_max"]))
     last = float(own.get("factor", 1.0))
     threshold = float(group["factor_threshold"])
-    # Then by at most a share of the last factor: the largest ratio is that of a single element.
+    # Also bound the change per step: `factor` is a maximum over elements, and one outlier must not set it.
     factor = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
     own["factor"] = factor
     return factor * float(own.get("coefficient", 1.0))

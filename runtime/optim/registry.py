@@ -140,7 +140,7 @@ def _spec_of_class(optimizer: torch.optim.Optimizer | None) -> OptimizerSpec | N
 
 
 def steps_elements(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an optimizer's class is known to update each element by its own gradient and state alone."""
+    """Return whether an optimizer's class is known to be element-wise."""
     spec = _spec_of_class(optimizer)
     return spec is not None and spec.needs == "element"
 

@@ -192,7 +192,7 @@ def _split(
             ShardSlice(part.unit, start, stop, part.group, leaf, part.used, scalars, list(part.on_disk))
         )
     for group in optimizer.param_groups:
-        # In the place of the old leaf: the order of a group's parameters stays that of the shard.
+        # Insert at the old leaf's position, so that a group's parameters stay in the shard's order.
         position = next((i for i, leaf in enumerate(group["params"]) if leaf is part.leaf), None)
         if position is not None:
             group["params"][position : position + 1] = [each.leaf for each in made]

@@ -29,7 +29,7 @@ from .collectives import total as total_over
 
 # -- axis -------------------------------------------------------------------------------------------
 #
-# Defines the ranks that have different shards of the same sequences.
+# Defines the sequence-parallel axis.
 
 
 TOKENS = Channel(
@@ -49,7 +49,7 @@ CHECK = Channel(
 
 
 class SequenceAxis(Axis):
-    """Is the axis of the ranks that have different shards of the same sequences. It has what a pass notes."""
+    """Sequence-parallel axis, whose ranks have different shards of a sequence, with the state of a pass."""
 
     def __init__(self, comm: Comm) -> None:
         """Make the process group. Collective for all ranks."""
@@ -77,9 +77,10 @@ class SequenceAxis(Axis):
 
 
 def current_axis() -> SequenceAxis | None:
-    """Return the axis of the engine whose forward or backward pass is going on; outside of all passes that of
-    any engine, if all have the same size. None without one, where sequences are whole. Raises ParameterError
-    outside of all passes where engines have different sizes.
+    """Return the sequence-parallel axis of the engine whose forward or backward pass is running.
+
+    Outside of passes, return the axis of any engine, if all axes have the same size; None if no engine has
+    one. Raises ParameterError outside of passes if engines have axes of different sizes.
     """
     comm = running_comm()
     if comm is None:

@@ -129,7 +129,7 @@ def _name_of(func: Any) -> str:
 
 # -- replicated values ------------------------------------------------------------------------------
 #
-# Checks that replicated parameters stay equal on the ranks that share layers.
+# Checks that replicated parameters stay equal in a tensor-parallel group.
 
 
 _FIRST = 3

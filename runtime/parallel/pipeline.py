@@ -182,8 +182,8 @@ class StageSpec(ShardSpec):
     """The stages that have the parameter."""
     is_here: bool = True
     shared: int = 1
-    """How many ranks of a pipeline and of the axes that share layers have the shard, on every stage: units
-    are made by it, which all stages have alike."""
+    """Number of ranks of the pipeline and tensor axes that have this shard. Equal on all stages, because
+    parameters are grouped into units by it."""
 
     @property
     def numel(self) -> int:

@@ -200,9 +200,10 @@ class ReplicatedUses:
         kind = _SHARD if is_shard else _MIXED if any(self._is(each, _MIXED) for each in given) else None
         if looks and any(each.requires_grad for each in made):
             self._look(name, given, made, kind)
-        for each in made if kind is not None else ():
-            if id(each) not in self._parameters:
-                self._kinds[each] = kind
+        if kind is not None:
+            for each in made:
+                if id(each) not in self._parameters:
+                    self._kinds[each] = kind
 
     def _look(self, name: str, given: list[Tensor], made: list[Tensor], kind: str | None) -> None:
         origins = set[int]().union(*(self._origins(each) for each in given))

@@ -174,24 +174,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-_NUMBERS = ("no state", "one", "two", "three", "four")
-
-
-def _states_text() -> str:
-    """Return the help of --optimizer: how many states each keeps."""
-    names: dict[int, list[str]] = {}
-    for name, spec in ESTIMATED.items():
-        names.setdefault(len(spec.states), []).append(name)
-    *more, _ = names
-    texts = [
-        f"{listed(names[count], 'and')} {'keep' if len(names[count]) > 1 else 'keeps'} {_NUMBERS[count]}"
-        for count in more
-    ]
-    others = f"the others {_NUMBERS[min(names)]}"
-    given = "; ".join(
-        f"{name}: with {listed(spec.estimated, 'and')}" for name, spec in ESTIMATED.items() if spec.estimated
-    )
-    return f"{', '.join(texts)} states per parameter, {others}{f' ({given})' if given else ''}."
+_STATES = ", ".join(f"{name} {len(spec.states)}" for name, spec in ESTIMATED.items())
 
 
 @click.command(cls=Command, context_settings=SETTINGS)
@@ -223,7 +206,7 @@ def _states_text() -> str:
     type=click.Choice(list(ESTIMATED), case_sensitive=False),
     default="AdamW",
     show_default=True,
-    help=_states_text(),
+    help=f"States per parameter: {_STATES} (with momentum).",
 )
 @click.option(
     "--state_dtype",

@@ -32,7 +32,7 @@ class Program:
     pass_local_rank: bool = True
     """Put `--local_rank=N` before the script's own arguments, as DeepSpeed does."""
     preload: tuple[str, ...] = ()
-    """What its workers will import anyway and may share."""
+    """Modules that the script imports. Workers are forks of a process that has imported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Launch:
     arrival_run: str | None = None
     """The name of the run where nodes are numbered as they arrive at `master_addr`; None elsewhere."""
     is_meeting_point: bool = False
-    """Whether `master_addr` is an address of this machine, where they then arrive."""
+    """Whether nodes arrive at this machine: `master_addr` is one of its addresses."""
     configs: tuple[str, ...] = ()
     """Configs of other launchers' flags, as arguments of the script that are checked but not passed."""
     pod: bool = False
@@ -133,12 +133,12 @@ class Launch:
 
     @property
     def checks_health(self) -> bool:
-        """Whether workers start on healthy nodes only."""
+        """Return whether the health of nodes is checked before workers start."""
         return self.health or self.exclude_unhealthy
 
     @property
     def may_restart(self) -> bool:
-        """Whether another attempt may follow a failure."""
+        """Return whether the run can restart after a failure."""
         return self.max_restarts > 0 or self.spares > 0 or self.min_nodes is not None
 
     @property

@@ -203,7 +203,7 @@ class RunFacts:
     environ: Mapping[str, str]
     """Only asked which variables the user has set already, which are then left alone."""
     has_leases: bool = False
-    """Whether the agents are on other machines, where they live by the launcher's heartbeat."""
+    """Whether agents run on other machines. They end if the launcher's heartbeat stops."""
     in_step: bool = False
     world_sizes: tuple[int, ...] = ()
     """Numbers of workers that the run may have, the one without a failure first; empty: it cannot change."""

@@ -59,7 +59,7 @@ _SSH_FAILED = 255
 _A = TypeVar("_A")
 """An answer of an agent."""
 _R = TypeVar("_R")
-"""What work on a host returns."""
+"""Return type of the function that `_all` runs on each host."""
 
 
 class Link:

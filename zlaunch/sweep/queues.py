@@ -53,7 +53,7 @@ class LocalQueue:
         self._known = self._store.states_under(folder)
         """Folder of a trial -> how its job stood at the last look: one question for all of them."""
         self._ended: dict[Path, str] = {}
-        """How trials ended that the queue has forgotten."""
+        """Folder of a trial -> how it ended, for trials that are no longer in the queue."""
         for path in folder.resolve().glob("*/launcher.json"):
             record = run_folder.read(path.parent)
             is_marked = record is not None and not record.pid and run_folder.is_queued(path.parent)

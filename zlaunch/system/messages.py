@@ -79,7 +79,7 @@ class Ping(NamedTuple):
 
     lease: float | None = None
     pauses: int = 0
-    """How often the launcher has been stopped in its terminal."""
+    """Number of times that the launcher was suspended in its terminal."""
     idle_s: float | None = None
 
 
@@ -172,7 +172,7 @@ class Listening(NamedTuple):
 
     port: int
     error: str
-    """Why there is none."""
+    """Reason if no port could be taken; else empty."""
 
 
 class Reached(NamedTuple):
@@ -187,7 +187,7 @@ class Swept(NamedTuple):
 
     count: int  # type: ignore[assignment]  # a tuple has a method of this name
     clean: bool
-    """Whether certainly nothing is left."""
+    """Whether no process of the run can be left."""
 
 
 class Pong(NamedTuple):
@@ -235,9 +235,9 @@ class Exited(NamedTuple):
     rank: int
     pid: int
     returncode: int
-    """As subprocess has it: negative for a signal."""
+    """Exit code, or minus the signal's number, as in `subprocess.Popen.returncode`."""
     reason: str
-    """What usually lies behind such a death; may be empty."""
+    """Usual cause of such an end; may be empty."""
     after_stop: bool
     """Whether the agent was stopping the workers by then."""
     time: float

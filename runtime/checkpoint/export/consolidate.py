@@ -46,8 +46,8 @@ def consolidated_state_dict(model: ShardedModel, *, exclude_frozen: bool = False
                     spec = spec_of(parameter)
                     if comm.rank and spec is None:
                         continue
-                    # Collective for the ranks that share the parameter: all take part, and rank 0 alone keeps
-                    # the result.
+                    # unshard() is collective for the ranks that share the parameter, so all of them call it.
+                    # Only rank 0 keeps the result.
                     whole = parameter.detach() if spec is None else spec.unshard(parameter.detach())
                     if comm.rank == 0:
                         values.update(dict.fromkeys(names[id(parameter)], whole.to("cpu", copy=True)))

@@ -288,7 +288,7 @@ def prune(target: SaveTarget) -> None:
             os.rename(path, gone)
             shutil.rmtree(gone, ignore_errors=True)
         else:
-            # The manifest first: what is left is then not a checkpoint, whenever this is interrupted.
+            # Delete the manifest first. If this is interrupted, the rest is not taken for a checkpoint.
             (path / MANIFEST).unlink(missing_ok=True)
             for entry in [entry for entry in path.iterdir() if _is_ours(entry)]:
                 entry.unlink()

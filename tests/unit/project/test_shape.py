@@ -12,15 +12,15 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("zlaunch", "runtime", "cuda_ops", "hostfiles", "slurm")
 ORDER = (
     "errors",
-    "runtime.optimizer_specs",  # facts, which import nothing
     "cuda_ops",
     *(
         f"runtime.{name}"
         for name in (
             *("errors", "world_sizes", "environment", "log", "trust", "report", "device", "data", "mesh"),
-            *("host_memory", "models", "config", "restarts", "comm", "precision", "averaging"),
-            *("step_losses", "preemption", "zero", "optim", "offload", "activation", "checkpoint"),
-            *("engine", "parallel", "memory", "observe", "arguments", "script", "build", "api"),
+            *("host_memory", "models", "optimizer_specs", "config", "restarts", "comm", "precision"),
+            *("averaging", "step_losses", "preemption", "zero", "optim", "offload", "activation"),
+            *("checkpoint", "engine", "parallel", "memory", "observe", "arguments", "script", "build"),
+            "api",
         )
     ),
     "runtime",
