@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from zlaunch import __version__
 from zlaunch.errors import LaunchError
@@ -600,8 +600,12 @@ def settle_queue(store: Store, folder: Path) -> None:
 
 def _settle(store: Store, folder: Path, job: Job) -> None:
     """Settle one job; one that cannot be settled, such as on a full disk, stays as it is."""
+    # Whoever settles a job tells the log: the daemon then finds nothing left to settle, and says nothing.
     try:
-        settle_attempt(store, folder, job)
+        said = settle_attempt(store, folder, job)
+        if said:
+            with open(folder / LOG, "a") as log:
+                say(f"job {job.id}: {said}", log)
     except OSError:
         pass
 
@@ -1042,10 +1046,10 @@ def _tell(run_dir: str, text: str) -> None:
         pass
 
 
-def say(text: str) -> None:
-    """Write a line into the daemon's log."""
+def say(text: str, log: TextIO | None = None) -> None:
+    """Write a line into the daemon's log, which is the daemon's stdout."""
     try:
-        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=log, flush=True)
     except OSError:  # a full disk ends nothing
         pass
 

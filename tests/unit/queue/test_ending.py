@@ -182,6 +182,8 @@ def test_whoever_looks_settles_a_run_whose_daemon_and_launcher_were_killed(
     end = End(7, "failed") if has_ended else End(137, "lost")
     assert settle(scene.run).record.end == end
     assert (scene.job.state, scene.job.end) == ("ended", end)
+    [line] = (scene.folder / module.LOG).read_text().splitlines()
+    assert f" job {scene.id}: " in line, "the daemon finds the job settled and writes nothing"
 
 
 def test_an_attempt_that_has_not_begun_is_the_daemons_to_judge(scene: Scene) -> None:
