@@ -139,6 +139,11 @@ class Pending:
         return True
 
     @property
+    def refuses(self) -> bool:
+        """Tell whether ``wait`` would raise an error now, on all ranks alike."""
+        return False
+
+    @property
     def event(self) -> torch.cuda.Event | None:
         """Return the event behind a copy, for a stream to wait for; None if there is none."""
         return None

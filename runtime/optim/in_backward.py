@@ -339,13 +339,12 @@ class _NotInThisPass(Pending):
         self._name = unit.name
 
     @property
-    def ready(self) -> bool:
-        """Tell whether the unit may be gathered."""
+    def refuses(self) -> bool:
         step = self._step()
-        return step is None or not step.is_changed or step.has_gradients
+        return step is not None and step.is_changed and not step.has_gradients
 
     def wait(self) -> None:
-        if not self.ready and placeholder.in_backward():
+        if self.refuses and placeholder.in_backward():
             raise OptimizerError(
                 f"{self._name} is used again after its step in the same backward pass, and {_HALF}: remove "
                 "step_in_backward for this model and load the last checkpoint"

@@ -179,7 +179,15 @@ class OrderHint:
 
 
 class Prefetch:
-    """Starts gathers before their block is called."""
+    """Starts gathers before their block is called.
+
+    Note [Prefetch keeps the order]. A gather is a collective, so all ranks must start the same ones in the
+    same order. What is gathered ahead therefore follows from the order of the last pass and from the sizes of
+    units, never from the time: a step in the background may still write on one rank what it has written on
+    another. With several ranks the host waits for that step here. It would wait at the block's own call, too,
+    unless the model calls another block: then a rank that has gathered ahead and one that has not would start
+    different collectives, and hang.
+    """
 
     def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
         """Limit the elements of sharded units that are unsharded at one time to ``max_live_numel``."""
@@ -198,27 +206,31 @@ class Prefetch:
             if following is None:
                 return
             block = self._blocks[following]
-            if any(unit.state is UnitState.SHARDED for unit in block.units):
-                self._start(block)
+            if not self._start([unit for unit in block.units if unit.state is UnitState.SHARDED]):
+                return
             if ahead >= max((unit.values.blocks_ahead for unit in block.units), default=1):
                 return
 
-    def _start(self, block: Block) -> None:
+    def _start(self, units: Sequence[Unit]) -> bool:
+        """Start to gather the sharded units of a block; return False where one cannot be gathered now."""
         alone = self._comm.world_size == 1
-        if alone and all(unit.values.is_gathered_directly for unit in block.units):
-            return  # a local copy: starting it early gains nothing
+        if not units or (alone and all(unit.values.is_gathered_directly for unit in units)):
+            return True  # a local copy: starting it early gains nothing
         live = sum(
             unit.numel
             for other in self._blocks
             for unit in other.units
             if unit.shard_params and unit.state is not UnitState.SHARDED
         )
-        if live + sum(unit.numel for unit in block.units) <= self._max_live_numel:
-            with outside_transforms():
-                for unit in block.units:
-                    # A unit that a step in the background still writes would block the host here, too early.
-                    if unit.state is UnitState.SHARDED and unit.updated.ready:
-                        unit.unshard(rounded=True)
+        if live + sum(unit.numel for unit in units) > self._max_live_numel:
+            return False
+        with outside_transforms():
+            for unit in units:
+                # A rank alone need not wait here: see Note [Prefetch keeps the order].
+                if unit.updated.refuses or (alone and not unit.updated.ready):
+                    return False
+                unit.unshard(rounded=True)
+        return True
 
 
 # -- loss scaling -----------------------------------------------------------------------------------
@@ -489,13 +501,14 @@ class ShardedModel:
                 self._kept.enter_context(unit.hold())
         # where the output does not tell, gradients may come nevertheless
         expected = armed or torch.is_grad_enabled()
-        for block in self.blocks:
-            if not expected or not (block.is_root or self._forward_order.is_last(block.index)):
-                self._reshard_after_forward(block)
+        needed = self._forward_order.is_last
+        self._reshard_after_forward(
+            *(block for block in self.blocks if not expected or not (block.is_root or needed(block.index)))
+        )
 
-    def _reshard_after_forward(self, block: Block) -> None:
+    def _reshard_after_forward(self, *blocks: Block) -> None:
         if not self._unhooked:
-            self._reshard(block)
+            self._reshard(*blocks)
 
     def _before(self, block: Block) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -614,10 +627,9 @@ class ShardedModel:
         A gradient may still have to pass through a frozen weight after the last trainable one has its
         gradient, so such a unit cannot be resharded when it is complete.
         """
-        for block in self._passed:
-            if block is not current:
-                self._reshard(block)
-        self._passed = [block for block in self._passed if block is current]
+        if self._passed:
+            self._reshard(*(block for block in self._passed if block is not current))
+            self._passed = [block for block in self._passed if block is current]
 
     def _end_backward(self) -> None:
         if self._pass.depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
@@ -633,8 +645,7 @@ class ShardedModel:
         self._backward_order.end()
         self._passed.clear()
         self._unhooked = False
-        for block in self.blocks:
-            self._reshard(block)
+        self._reshard(*self.blocks)
 
     # -- gathering
 
@@ -645,13 +656,15 @@ class ShardedModel:
                 if unit.state is UnitState.SHARDED:
                     unit.unshard(rounded=True)
             for unit in block.units:
-                unit.wait_unsharded(rounded=True)
+                if unit.state is not UnitState.UNSHARDED:
+                    unit.wait_unsharded(rounded=True)
 
-    def _reshard(self, block: Block) -> None:
+    def _reshard(self, *blocks: Block) -> None:
         with outside_transforms():
-            for unit in block.units:
-                if unit.shard_params:
-                    unit.reshard()
+            for block in blocks:
+                for unit in block.units:
+                    if unit.state is not UnitState.SHARDED and unit.shard_params:
+                        unit.reshard()
 
     def _on_demand(self, unit: Unit) -> bool:
         """Gather a sharded parameter that is used unannounced by a module hook, if inside a pass.
@@ -688,8 +701,7 @@ class ShardedModel:
             self.abandon_forward()
         self._kept.close()
         self._unhooked = False
-        for block in self.blocks:
-            self._reshard(block)
+        self._reshard(*self.blocks)
 
     @property
     def is_in_pass(self) -> bool:

@@ -17,8 +17,8 @@ end of the backward pass.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -279,14 +279,17 @@ def _as_parameter(tensor: Tensor) -> Tensor:
     return parameter if same else tensor
 
 
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Work on real tensors inside the context, also within ``torch.func`` transforms."""
+_NO_CHANGE = nullcontext()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context that works on real tensors, also within ``torch.func`` transforms."""
+    # A transform may begin and end inside a pass, so each hook that moves units asks; it asks once for all
+    # of them, and outside of transforms the question is all that it costs.
     if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
+        return _NO_CHANGE
+    cleared: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return cleared
 
 
 def explained(error: BaseException) -> UnsupportedError | None:

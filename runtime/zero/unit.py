@@ -398,7 +398,9 @@ class Unit:
 
     def wait_unsharded(self, *, rounded: bool = False) -> None:
         """Wait until the unit is UNSHARDED, and exact unless ``rounded``. Raises OffloadedError."""
-        self.check_here(VALUES)
+        # Of what is SHARDED, or AWAY, the values may be in host memory.
+        if self.state is not UnitState.UNSHARDED:
+            self.check_here(VALUES)
         if self.state is UnitState.SHARDED:
             self.unshard(rounded=rounded)
         if self.state is UnitState.GATHERING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
-from zlaunch.runtime.comm.pending import Pending
+from zlaunch.runtime.comm.pending import DONE, Pending
 from zlaunch.runtime.zero.hooks import ShardedModel
 from zlaunch.runtime.zero.placeholder import UnitState
 from zlaunch.runtime.zero.policy import ShardingOptions, UnitFactory, plan_blocks
@@ -121,6 +121,29 @@ def test_units_that_are_never_sharded_do_not_count() -> None:
     begun, live = begun_in_a_pass(*make(3072, persistent=512))
     assert {name for name, _ in begun} == {"1", "2"}
     assert live[1] == SIZES[1] + SIZES[2], "the 512 elements of the first layer use up nothing"
+
+
+class _Stepping(Pending):
+    """A step in the background that still writes a unit's values."""
+
+    ready = False
+
+
+def test_a_rank_whose_step_is_late_starts_the_same_gathers_in_the_same_order() -> None:
+    """Gathers are collectives: two ranks that start others hang, also in a pass unlike the last one."""
+    begun: list[list[str]] = []
+    for update in (DONE, _Stepping()):
+        model, comm = make(10**9)
+        begun_in_a_pass(model, comm)
+        comm.begun.clear()
+        for unit in comm.units:
+            unit.updated = update
+        model[1], model[2] = model[2], model[1]
+        model(torch.ones(())).backward()
+        begun.append([name for name, _ in comm.begun])
+    in_time, late = begun
+    assert late == in_time
+    assert late[:2] == ["0", "1"], "1 came second in the last pass, and is gathered ahead"
 
 
 def test_nothing_is_gathered_ahead_without_prefetch() -> None:
