@@ -84,7 +84,7 @@ def worker(args: argparse.Namespace) -> dict[str, Any]:
     engine = engine_of(False)
     background = engine_of(True)
     state: dict[str, torch.Tensor] = {}
-    for index, unit in enumerate(engine._sharded.units):
+    for index, unit in enumerate(engine.units):
         state[f"{rank}.{index}.master"] = unit.store.master.detach()
     for index, entry in enumerate(engine._shard_step.optimizer.state.values()):
         state |= {f"{rank}.{index}.{key}": entry[key] for key in ("exp_avg", "exp_avg_sq")}

@@ -98,7 +98,7 @@ def io_only(engine: Any) -> float:
     """Seconds to read and write back every record of the step, with the step's own buffers."""
     from zlaunch.runtime.zero.store import Access, open_tiles
 
-    stores = [unit.store for unit in engine._sharded.units if unit.store is not None]
+    stores = [unit.store for unit in engine.units if unit.store is not None]
     started = time.perf_counter()
     with open_tiles([(store, tile, None) for store in stores for tile in store.tiles], Access.WRITE) as tiles:
         for _ in tiles:

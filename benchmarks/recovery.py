@@ -281,14 +281,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {"arguments": {**vars(args), "out": str(args.out)}}
-    for micro_batch, rounds in ((1, 9), (8, 3)) if args.cost else ():
+    costs = ((1, 9), (8, 3)) if args.cost else ()
+    systems = [] if args.cost else args.systems.split(",")
+    for micro_batch, rounds in costs:
         results[f"cost {micro_batch}"] = cost = measure_cost(micro_batch, rounds)
         step_s = statistics.median(cost["plain"]) / EVERY / 2
         print(
             f"snapshots every {EVERY} steps of {step_s * 1000:.0f} ms: {cost['ratio']:.3f} times the time",
             flush=True,
         )
-    for system in args.systems.split(",") if not args.cost else ():
+    for system in systems:
         results[system] = found = measure(system, args.kills, args.seed)
         seconds, lost = found["seconds"], found["lost_steps"]
         said = f"{system:10} {len(found['kills'])} kills"

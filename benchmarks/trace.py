@@ -82,8 +82,9 @@ def main(stage: int, lists: bool) -> None:
     if engine.global_rank == 0:
         functions = sum(map(len, trace.found.values()))
         print(f"stage {stage}, {engine.world_size} ranks: {len(trace.found)} files, {functions} functions")
-        for path in sorted(trace.found) if lists else ():
-            print(f"{path}: {', '.join(name for _, name in sorted(trace.found[path]))}")
+        if lists:
+            for path in sorted(trace.found):
+                print(f"{path}: {', '.join(name for _, name in sorted(trace.found[path]))}")
     engine.destroy()
 
 

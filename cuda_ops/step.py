@@ -228,9 +228,10 @@ class StepRule(ABC):
             leaf = piece.leaf.detach()
             kind = group.get("state_dtype") or "fp32"
             names = self.states(group)
-            for name in names if each or self.counts else ():
-                if own.get(name) is None:
-                    own.update(fresh(leaf, name, kind))
+            if each or self.counts:
+                for name in names:
+                    if own.get(name) is None:
+                        own.update(fresh(leaf, name, kind))
             _check_kinds(own, kind, names)
             if each:
                 pairs = [(own[name], own.get(name + SCALE)) for name in names]

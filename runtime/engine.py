@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import preemption
 from .averaging import Averaging
+from .comm.collectives import Comm
 from .config import Config, Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError, ParameterError
@@ -30,6 +31,7 @@ from .zero.hooks import ShardedModel
 from .zero.placeholder import GRADIENTS, VALUES
 from .zero.saved_tensors import explained
 from .zero.tensors import tensors_in
+from .zero.unit import Unit
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
@@ -47,7 +49,7 @@ def engine_of(parameter: Tensor) -> Engine | None:
     unit = placeholder.owner(parameter)
     if unit is None:
         return None
-    return next((e for e in _engines if any(unit is own for own in e._sharded.units)), None)
+    return next((e for e in _engines if any(unit is own for own in e.units)), None)
 
 
 class Engine(nn.Module):
@@ -187,29 +189,39 @@ class Engine(nn.Module):
         return self._shard_step.outer if self._shard_step is not None else None
 
     @property
+    def units(self) -> list[Unit]:
+        """Return the units: flat buffers of parameters that are gathered, reduced and stepped together."""
+        return self._sharded.units
+
+    @property
+    def comm(self) -> Comm:
+        """Return the communicator. Its ``moved`` counts the elements sent by each kind of collective."""
+        return self._sharded.comm
+
+    @property
     def device(self) -> torch.device:
         """Return this rank's device."""
-        return self._sharded.comm.device
+        return self.comm.device
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return self._sharded.comm.world_size
+        return self.comm.world_size
 
     @property
     def data_parallel_size(self) -> int:
         """Return the number of ranks that train on different samples."""
-        return self._sharded.comm.mesh.samples
+        return self.comm.mesh.samples
 
     @property
     def data_parallel_rank(self) -> int:
         """Return this rank's index among the ranks that train on different samples."""
-        return self._sharded.comm.mesh.sample_position(self.global_rank)
+        return self.comm.mesh.sample_position(self.global_rank)
 
     @property
     def global_rank(self) -> int:
         """Return this rank's global rank."""
-        return self._sharded.comm.rank
+        return self.comm.rank
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage, 0 to 3."""
@@ -285,7 +297,7 @@ class Engine(nn.Module):
     @property
     def averaging(self) -> Averaging:
         """Return the factors that losses and gradients are divided by, as of now."""
-        return Averaging.of(self._effective.config, self._sharded.comm.mesh)
+        return Averaging.of(self._effective.config, self.comm.mesh)
 
     # -- the last step
 
@@ -355,7 +367,6 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass. Raises ParameterError where ranks have different layers."""
         self._schedule.check_call("engine(...)")
-        self._states.check("a forward pass", VALUES)
         self.checkpoints.check()
         with self._around("forward", args, kwargs):
             if self._precision.cast_inputs and self._precision.dtype is not None:
@@ -387,9 +398,8 @@ class Engine(nn.Module):
         script has divided it. :meth:`step` averages gradients over the ranks.
         """
         self._schedule.check_call("engine.backward()")
-        self._check_alive()
+        self._guard("engine.backward()", VALUES, GRADIENTS)
         self._method.before_backward(retain_graph=retain_graph)
-        self._states.check("engine.backward()", VALUES, GRADIENTS)
         with self._around("backward"):
             if not loss.requires_grad:
                 raise RuntimeError("the loss does not depend on any trainable parameter")
@@ -491,10 +501,9 @@ class Engine(nn.Module):
             LossScaleFloorError: fp16 gradients overflow at the minimum loss scale; names the parameters.
         """
         self._schedule.check_call("engine.step()")
-        self._method.before_step()
-        self._check_alive()
-        self._states.check("engine.step()")
+        self._guard("engine.step()")
         self.checkpoints.check()
+        self._method.before_step()
         before = self._result
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary and self.global_steps:
@@ -585,7 +594,7 @@ class Engine(nn.Module):
         try:
             scaler.update(result)
         except LossScaleFloorError:
-            everyone = sorted({name for names in self._sharded.comm.exchange(broken) for name in names})
+            everyone = sorted({name for names in self.comm.exchange(broken) for name in names})
             raise floor_error(scaler.min_scale, everyone) from None
         result.send(None)
         self._unresolved = self._precision.check_finite
@@ -606,7 +615,7 @@ class Engine(nn.Module):
             return
         self._unresolved = False
         if self._result.differs:
-            self._sharded.comm.raise_order()
+            self.comm.raise_order()
         if not self._result.skipped:
             self._advance_schedule()
             return
@@ -687,9 +696,8 @@ class Engine(nn.Module):
         return True
 
     def _prepare_save(self) -> None:
+        self._guard("engine.save_checkpoint()")
         self._method.before_save()
-        self._check_alive()
-        self._states.check("engine.save_checkpoint()")
         self._resolve_last_step()
         self.checkpoints.check()
         self.handles.check()
@@ -703,8 +711,7 @@ class Engine(nn.Module):
         """
         if self._shard_step is None or not self._method.are_apart:
             return
-        self._check_alive()
-        self._states.check(call)
+        self._guard(call)
         self._resolve_last_step()
         if keeps_writes:
             self.handles.check()
@@ -752,8 +759,7 @@ class Engine(nn.Module):
         self._method.begin_load()
         path = None
         try:
-            self._check_alive()
-            self._states.check("engine.load_checkpoint()")
+            self._guard("engine.load_checkpoint()")
             self.handles.take_unfrozen()
             self._resolve_last_step()
             path, client_state = self.checkpoints.load(
@@ -780,10 +786,9 @@ class Engine(nn.Module):
         The file loads with plain torch, or with safetensors if the name ends in ``.safetensors``. Raises
         OSError on every rank if writing fails.
         """
+        self._guard("engine.save_16bit_model()", VALUES)
         self._method.before_save()
         self._agree("engine.save_16bit_model()")
-        self._check_alive()
-        self._states.check("engine.save_16bit_model()", VALUES)
         self.handles.check()
         self.checkpoints.save_weights(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -828,6 +833,26 @@ class Engine(nn.Module):
 
     # -- ending
 
+    # -- guards against misuse
+    #
+    # Note [Guards]. A use that would train wrong values or hang is refused where it is cheapest to see. None
+    # of these waits for a device, and none costs more the more elements a model has:
+    #   a call of the engine: the engine lives, no load was left half-way, the states are on the device
+    #       (_guard, Checkpointer.check), the schedule allows the call (check_call).
+    #   a forward pass: parameters that were unfrozen have an optimizer group (Handles.take_unfrozen).
+    #   a step: modules, parameters and groups are those that were given (Handles.check: identities). All
+    #       ranks used the same layers in the same order, and ranks that share a batch had the same one
+    #       (Comm.differs): a few numbers more in the sum that every step makes.
+    #   a gather and a reshard of a unit: nothing was written that would be lost (Writes.find_lost: versions).
+    #   a use of a sharded parameter outside of a pass: its class refuses it (zero/placeholder.py).
+
+    def _guard(self, call: str, *needed: str) -> None:
+        """Raise RuntimeError if the engine was destroyed, OffloadedError if a state that a call needs (any,
+        where none is named) is in host memory.
+        """
+        self._check_alive()
+        self._states.check(call, *needed)
+
     def _check_alive(self) -> None:
         if self._destroyed:
             raise RuntimeError("this engine was destroyed, or its model was passed to another engine")
@@ -852,7 +877,7 @@ class Engine(nn.Module):
         self._destroyed = True
         self._sharded.engine = None
         with ExitStack() as stack:  # every part is closed, whatever fails
-            stack.callback(self._sharded.comm.close)
+            stack.callback(self.comm.close)
             if self._offload is not None:
                 stack.callback(self._offload.close)
             stack.callback(self._sharded.close)
@@ -996,7 +1021,7 @@ class WholeSteps:
 
     def _mean_of(self, losses: list[Tensor]) -> Tensor:
         engine = self._engine
-        comm = engine._sharded.comm
+        comm = engine.comm
         own = torch.stack(losses).mean()
         total: Tensor = own.double()
         comm.all_reduce_scalars(total, "sums the losses")

@@ -363,8 +363,9 @@ def settle_precision(config: Config, comm: Comm) -> Precision:
             set_tf32(config.tf32)
         else:
             said.append("tf32 has no effect: it needs a GPU of compute capability 8.0 or higher")
-    for line in said if comm.rank == 0 else ():
-        say(line)
+    if comm.rank == 0:
+        for line in said:
+            say(line)
     return precision
 
 

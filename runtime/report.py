@@ -50,7 +50,6 @@ def report(**values: float | int | None) -> None:
         tokens: Tokens that all ranks have trained on since the last report; gives the speed.
         values: Other names, such as ``val_loss``, appear in `zlaunch watch` and `zlaunch report`.
     """
-    environment = read_environment()
     shown = {name: _plain(value) for name, value in values.items() if value is not None}
     numbers = {name: value for name, value in shown.items() if isinstance(value, (int, float))}
     if "tokens" in numbers:
@@ -63,12 +62,9 @@ def report(**values: float | int | None) -> None:
     reported.names |= shown.keys() - {"step", "steps"}
     reported.step = numbers.get("step", reported.step)
     reported.has_total = reported.has_total or "steps" in numbers
-    if environment.event_fd is None:
-        if environment.rank == 0:
-            words = (f"{k} {v:.6g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in shown.items())
-            show(" ".join(words), sys.stderr)
-        return
-    announce("metrics", values=shown)
+    if not announce("metrics", values=shown) and read_environment().rank == 0:
+        words = (f"{k} {v:.6g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in shown.items())
+        show(" ".join(words), sys.stderr)
 
 
 def report_logged(values: Mapping[str, float]) -> None:
@@ -84,22 +80,21 @@ def send_step(values: Mapping[str, float], *, printed: bool) -> None:
     """Tell the launcher, or without one standard error, what the runtime knows of a step. ``printed``: where
     each report is a line, this is one.
     """
-    if read_environment().event_fd is not None:
-        announce("metrics", values=values, printed=printed)
-    elif printed:
+    if not announce("metrics", values=values, printed=printed) and printed:
         show(" ".join(f"{name} {values[name]:.6g}" for name in _SHOWN if name in values), sys.stderr)
 
 
-def announce(kind: str, **content: Any) -> None:
-    """Tell the launcher, if there is one, about an event. Never raises."""
+def announce(kind: str, **content: Any) -> bool:
+    """Tell the launcher about an event; return False without a launcher. Never raises."""
     environment = read_environment()
     if environment.event_fd is None:
-        return
+        return False
     event = {"type": kind, "rank": environment.rank, "time": time.time(), **content}
     try:
         os.write(environment.event_fd, json.dumps(event).encode() + b"\n")
     except (OSError, ValueError):
         pass
+    return True
 
 
 def _plain(value: Any) -> int | float | str:

@@ -111,8 +111,9 @@ class Segment:
         """
         x = kept.source.take() if isinstance(kept.source, OffloadedTensor) else kept.source
         before = self.before() if self.before is not None else None
-        for earlier in before.offloaded if before is not None else ():
-            earlier.fetch()
+        if before is not None:
+            for earlier in before.offloaded:
+                earlier.fetch()
         if kept.version is not None:
             _check_version(x, kept.version)
         return x if kept.shape is None else _whole_of(x, kept.shape, self._group)
@@ -123,8 +124,9 @@ class Segment:
         room = _rooms[x.device]
         last = room.last() if room.last is not None else None
         if last is not self:
-            for earlier in last.offloaded if last is not None else ():
-                earlier.let_go()
+            if last is not None:
+                for earlier in last.offloaded:
+                    earlier.let_go()
             self.before = room.last
             room.last = weakref.ref(self)
         offloaded = room.offload(x)

@@ -99,7 +99,9 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
                     f"{checkpoint.folder}: was saved with {key} {before}, but the optimizer has {now}: "
                     f"{advice}"
                 )
-    for unit in units if count > 1 else ():
+    if count <= 1:
+        return
+    for unit in units:
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             entry = checkpoint.parameters.get(source_name(checkpoint, name))
             # Groups may have equal numbers and other members: then a parameter would get the rate and the

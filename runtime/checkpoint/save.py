@@ -380,10 +380,12 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
 def _describe_all(source: Source, blocks: Sequence[ShardBlock], rank: int) -> dict[str, Any]:
     """List the parts of parameters that lie in the blocks, by name."""
     found: dict[str, Any] = {}
-    for unit in source.sharded.units if rank == 0 else ():
-        for index, slot in enumerate(unit.layout.slots):
-            if not slot.numel and 0 in full_shape(unit.parameters[index], unit.shapes[index]):  # in no block
-                found[unit.names[index]] = _entry(unit, index, Description(), [])
+    if rank == 0:
+        for unit in source.sharded.units:
+            for index, slot in enumerate(unit.layout.slots):
+                shape = full_shape(unit.parameters[index], unit.shapes[index])
+                if not slot.numel and 0 in shape:  # in no block
+                    found[unit.names[index]] = _entry(unit, index, Description(), [])
     for block in blocks:
         unit = block.unit
         for index, first, last in unit.layout.overlaps(block.first, block.last):

@@ -157,13 +157,14 @@ def _sentences(
     good = [link for link in links if link not in bad]
     left = list(bad)
     said = []
-    for verb, touches in zip(words.verbs, _SIDES, strict=True) if len(nodes) > 2 else ():
-        for node in nodes:
-            own = [link for link in links if touches(link, node)]
-            guilty = [link for link in left if touches(link, node)]
-            if len(guilty) >= _MOST * len(own):
-                said.append(f"{names[node]} {verb}: {words.shown(guilty)}, elsewhere {words.shown(good)}")
-                left = [link for link in left if link not in guilty]
+    if len(nodes) > 2:
+        for verb, touches in zip(words.verbs, _SIDES, strict=True):
+            for node in nodes:
+                own = [link for link in links if touches(link, node)]
+                guilty = [link for link in left if touches(link, node)]
+                if len(guilty) >= _MOST * len(own):
+                    said.append(f"{names[node]} {verb}: {words.shown(guilty)}, elsewhere {words.shown(good)}")
+                    left = [link for link in left if link not in guilty]
     while left:
         link = left[0]
         pair = [other for other in left if {other.source, other.target} == {link.source, link.target}]

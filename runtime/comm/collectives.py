@@ -130,19 +130,16 @@ _dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
 _numbers = itertools.count()
 
 
-def _subject(labels: Sequence[str], label: int) -> str:
-    """Name what a collective is about. A module's name may be "0", in a Sequential."""
-    if label == 0:
-        return labels[0]
-    name, space, rest = labels[label].partition(" ")
+def _subject_of(unit: str) -> str:
+    """Say what a unit's collectives are about. A module's name may be "0", in a Sequential."""
+    name, space, rest = unit.partition(" ")
     module = "the root module" if name == "root" else f"module '{name}'"
     return f"{module}{space}{rest}"
 
 
-def _say(labels: Sequence[str], channel: int, identity: Identity) -> str:
+def _say(subjects: Sequence[str], channel: int, identity: Identity) -> str:
     label, size = identity
-    known = label < len(labels)
-    name = _subject(labels, label) if known else "a module that this rank does not have"
+    name = subjects[label] if label < len(subjects) else "a module that this rank does not have"
     return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
 
@@ -188,6 +185,9 @@ class Comm:
         self.device = device
         self.number = next(_numbers)
         self._labels = ["a tensor"]
+        """Names the unit of each label; 0 is a tensor of no unit."""
+        self._subjects = ["a tensor"]
+        """Says in a message what the collectives of each label are about: made once, not at each call."""
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.mesh = MeshShape(self.world_size)
@@ -219,7 +219,7 @@ class Comm:
             _close_dropped(self.exchange)
         if self.world_size > 1 and device.type == "cpu" and connect is not None:
             environment = read_environment()
-            say = partial(_say, self._labels)
+            say = partial(_say, self._subjects)
             allowed = share and environment.shared_memory
             # A debugger holds a rank at a breakpoint while the others wait.
             limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
@@ -245,6 +245,7 @@ class Comm:
         """
         self._links[len(self._labels)] = link
         self._labels.append(name)
+        self._subjects.append(_subject_of(name))
         return len(self._labels) - 1
 
     def holders_of(self, parameter: Tensor) -> tuple[RankLink, RankLink, int]:
@@ -257,7 +258,7 @@ class Comm:
 
     def _begin(self, channel: int, label: int, kind: str, numel: int) -> Note:
         """Note the start of a collective about a labelled tensor, and count its volume."""
-        what = f"{_VERBS[channel]} {_subject(self._labels, label)}"
+        what = f"{_VERBS[channel]} {self._subjects[label]}"
         if self.world_size == 1:
             return (self.number, _CHANNELS[channel], 0), what
         self._count(kind, numel)
@@ -292,7 +293,7 @@ class Comm:
                     raise RankMismatchError(complaint)
         channel, rank, other, mine = self.order.first_difference(self.exchange(self.order.recent()))
         said = [
-            "makes no further call" if label is None else f"{_VERBS[channel]} {_subject(self._labels, label)}"
+            "makes no further call" if label is None else f"{_VERBS[channel]} {self._subjects[label]}"
             for label in (other, mine)
         ]
         raise RankMismatchError(
@@ -427,8 +428,9 @@ class Comm:
         open_comms.discard(self)
         if self.link.shared is not None:
             self.link.shared.close()
-        for group in self.own_groups if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
+        if dist.is_initialized():
+            for group in self.own_groups:
+                dist.destroy_process_group(group)
         self.own_groups.clear()
         for axis in self.axes.values():
             axis.close()

@@ -274,31 +274,33 @@ def _params(
     optimizer = values["optimizer"]
     scheduler = values["scheduler"]
     defaults = IN_CONFIG[optimizer["type"]].defaults if optimizer else {"lr": 1e-3}
-    for name in opened["optimizer"] if optimizer else ():
-        path = f"optimizer.params.{name}"
-        if name == "lr" and default_lr is not None:
-            optimizer["params"][name] = default_lr
-            notes[path] = "auto: the script's learning rate"
-        elif name in defaults:
-            optimizer["params"][name] = defaults[name]
-            notes[path] = f"auto: torch's default for {optimizer['type']}"
+    if optimizer:
+        for name in opened["optimizer"]:
+            path = f"optimizer.params.{name}"
+            if name == "lr" and default_lr is not None:
+                optimizer["params"][name] = default_lr
+                notes[path] = "auto: the script's learning rate"
+            elif name in defaults:
+                optimizer["params"][name] = defaults[name]
+                notes[path] = f"auto: torch's default for {optimizer['type']}"
     lr = (optimizer or {"params": {}})["params"].get(
         "lr", defaults["lr"] if default_lr is None else default_lr
     )
-    for name in opened["scheduler"] if scheduler else ():
-        path = f"scheduler.params.{name}"
-        if name == "warmup_max_lr":
-            scheduler["params"][name] = lr
-            notes[path] = "auto: the optimizer's learning rate"
-            continue
-        model = SCHEDULER_PARAMS.get(scheduler["type"])
-        if model is None:
-            continue
-        if name in model.required:
-            problems.append(f'{path}: "auto" cannot be resolved here, set a value')
-        elif (default := model.model_fields[name].default) is not None:
-            scheduler["params"][name] = default
-            notes[path] = "auto: default"
+    if scheduler:
+        for name in opened["scheduler"]:
+            path = f"scheduler.params.{name}"
+            if name == "warmup_max_lr":
+                scheduler["params"][name] = lr
+                notes[path] = "auto: the optimizer's learning rate"
+                continue
+            model = SCHEDULER_PARAMS.get(scheduler["type"])
+            if model is None:
+                continue
+            if name in model.required:
+                problems.append(f'{path}: "auto" cannot be resolved here, set a value')
+            elif (default := model.model_fields[name].default) is not None:
+                scheduler["params"][name] = default
+                notes[path] = "auto: default"
     return problems
 
 

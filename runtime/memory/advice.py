@@ -60,13 +60,15 @@ def _labels(units: Iterable[Unit], optimizer: torch.optim.Optimizer | None) -> d
     named: list[tuple[object, str]] = []
     for unit in units:
         named.append((unit.full, "parameters"))
-        for name, value in vars(unit.store).items() if hasattr(unit.store, "__dict__") else ():
-            named.append((value, "gradients" if "grad" in name else "fp32 values"))
+        if hasattr(unit.store, "__dict__"):
+            for name, value in vars(unit.store).items():
+                named.append((value, "gradients" if "grad" in name else "fp32 values"))
         named.append((unit.values.tensor, "parameters"))
-    for state in optimizer.state.values() if optimizer is not None else ():
-        named += [(value, "optimizer state") for value in state.values()]
-    for group in optimizer.param_groups if optimizer is not None else ():
-        named += [(parameter.grad, "gradients") for parameter in group["params"]]
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            named += [(value, "optimizer state") for value in state.values()]
+        for group in optimizer.param_groups:
+            named += [(parameter.grad, "gradients") for parameter in group["params"]]
     labels: dict[int, str] = {}
     for value, label in named:
         if isinstance(value, Tensor):
@@ -156,10 +158,11 @@ class MemoryAdviser:
             section = self.config.get("zero_optimization")
             found.append({"zero_optimization": {**(section if isinstance(section, dict) else {}), **change}})
         # an optimizer that the script makes takes no arguments from the config
-        for bits, setting in narrowed(self.setting) if "optimizer" in self.config else ():
-            if before - self._planned(setting) >= max(1, asked_bytes):
-                found.append(self._merged(bits))
-                break
+        if "optimizer" in self.config:
+            for bits, setting in narrowed(self.setting):
+                if before - self._planned(setting) >= max(1, asked_bytes):
+                    found.append(self._merged(bits))
+                    break
         if of_pass and not self.checkpoints and has_blocks(self.model):
             section = self.config.get("activation_checkpointing")
             known = section if isinstance(section, dict) else {}

@@ -311,13 +311,14 @@ def check(s: Setting, free: Amounts, parameters_disk: int | None = None) -> None
     if s.snapshots and not shortages(lean, free, parameters_disk):
         off = '"in_memory": null' if s.kept_snapshots else '"asynchronous": false'
         advice = f'This would fit: "checkpoint": {{{off}}}.'
-    for change, setting in alternatives(s) if shortages(lean, free, parameters_disk) else ():
-        left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
-        if not left:
-            need = plan(setting).total
-            on_disk = f" (needs {shown_bytes(need.disk)} free disk per rank)" if need.disk else ""
-            advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
-            break
+    if shortages(lean, free, parameters_disk):
+        for change, setting in alternatives(s):
+            left = shortages(setting, replace(free, disk=free.disk or 1 << 62))
+            if not left:
+                need = plan(setting).total
+                on_disk = f" (needs {shown_bytes(need.disk)} free disk per rank)" if need.disk else ""
+                advice = f"This would fit: in zero_optimization, {change}{on_disk}. {_HINT}"
+                break
     for change_of_bits, setting in narrowed(lean):
         if not shortages(setting, free, parameters_disk):
             advice += f". Or use narrower optimizer state: {json.dumps(change_of_bits)[1:-1]}"

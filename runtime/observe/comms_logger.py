@@ -180,8 +180,9 @@ class CommsLogger:
 
     def show(self, least: Mapping[CommKey, float] | None = None) -> None:
         """Print the table on the rank that does. ``least``: the shortest time of any rank for each row."""
-        for line in table(self.rows, self.number, least) if self._prints else ():
-            show(line)
+        if self._prints:
+            for line in table(self.rows, self.number, least):
+                show(line)
 
 
 def timed_event() -> Any:

@@ -338,7 +338,9 @@ def open_monitor(effective: Effective, comm: Comm) -> Monitor:
         monitor = Monitor(effective.config, comm.rank)
     except MonitorError as error:
         problem = str(error)
-    for rank, text in enumerate(comm.exchange(problem) if monitor is None or monitor.enabled else ()):
+    # Without a tracker there is nothing that could fail, and no need to ask the other ranks.
+    problems = comm.exchange(problem) if monitor is None or monitor.enabled else []
+    for rank, text in enumerate(problems):
         if text is not None:
             if monitor is not None:
                 monitor.close()

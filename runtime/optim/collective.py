@@ -365,8 +365,9 @@ class MatrixExchange:
                 whole[matrix] = solve(matrix, whole[matrix].view(rows, -1)).reshape(-1)
             for extent, ranks in matrix.holders.items():
                 offset = matrix.unit.layout.slots[matrix.index].offset
-                for holder in ranks if matrix.owner == rank else ():
-                    outgoing[holder].append(whole[matrix][extent[0] - offset : extent[1] - offset])
+                if matrix.owner == rank:
+                    for holder in ranks:
+                        outgoing[holder].append(whole[matrix][extent[0] - offset : extent[1] - offset])
                 if rank in ranks:
                     incoming[matrix.owner].append((matrix, extent))
         found: dict[tuple[int, int], dict[Range, Tensor]] = defaultdict(dict)

@@ -154,14 +154,15 @@ class Muon(torch.optim.Optimizer):
         """Add a group. Raises ValueError if a Muon group has a parameter with fewer than two dimensions."""
         members = param_group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
-        for entry in members if param_group.get("use_muon", self.defaults["use_muon"]) else ():
-            # The true shape, also of a sharded parameter with an empty placeholder.
-            shape = placeholder.shape_of(entry[1] if isinstance(entry, tuple) else entry)
-            if len(shape) < 2:
-                raise ValueError(
-                    f"Muon steps matrices, but got a parameter of shape {list(shape)}: put it in a group "
-                    'with "use_muon": False, so that AdamW steps it'
-                )
+        if param_group.get("use_muon", self.defaults["use_muon"]):
+            for entry in members:
+                # The true shape, also of a sharded parameter with an empty placeholder.
+                shape = placeholder.shape_of(entry[1] if isinstance(entry, tuple) else entry)
+                if len(shape) < 2:
+                    raise ValueError(
+                        f"Muon steps matrices, but got a parameter of shape {list(shape)}: put it in a group "
+                        'with "use_muon": False, so that AdamW steps it'
+                    )
         super().add_param_group({**param_group, "params": members})
 
     @torch.no_grad()

@@ -420,8 +420,7 @@ class PipelineSchedule(WholeSteps):
     def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
         """Train a step on the same micro-batches on all ranks; see :meth:`Engine.train_batch`."""
         engine = self._engine
-        engine._check_alive()
-        engine._states.check("engine.train_batch()")
+        engine._guard("engine.train_batch()")
         engine.checkpoints.check()
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         stages = self._pipeline.stages

@@ -243,16 +243,17 @@ def whole_state(step: ShardedOptimizer) -> WholeState | None:
             return None
         entries = widen_all(part.entries(step.optimizer.state))
         first = unit.start + part.start
-        for index, low, high in unit.layout.overlaps(first, unit.start + part.stop) if entries else ():
-            parameter = unit.parameters[index]
-            shape = unit.shapes[index]
-            own = found[parameter] = {}
-            for key, value in entries.items():
-                if is_elementwise(value, leaf):
-                    value = value.reshape(-1)[low - first : high - first].view(shape)
-                elif isinstance(value, Tensor):
-                    value = value.clone()  # torch counts each parameter's steps in place
-                own[key] = _in_dtype_of(parameter, key, value)
+        if entries:
+            for index, low, high in unit.layout.overlaps(first, unit.start + part.stop):
+                parameter = unit.parameters[index]
+                shape = unit.shapes[index]
+                own = found[parameter] = {}
+                for key, value in entries.items():
+                    if is_elementwise(value, leaf):
+                        value = value.reshape(-1)[low - first : high - first].view(shape)
+                    elif isinstance(value, Tensor):
+                        value = value.clone()  # torch counts each parameter's steps in place
+                    own[key] = _in_dtype_of(parameter, key, value)
     return found
 
 

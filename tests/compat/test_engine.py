@@ -181,7 +181,7 @@ def _leaves(by_config: bool) -> list[Any]:
     if by_config:
         given["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
     engine, *_ = deepspeed.initialize(model=model, config=given)
-    units = [unit.name for unit in engine._sharded.units]
+    units = [unit.name for unit in engine.units]
     losses = []
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     for step in range(4):

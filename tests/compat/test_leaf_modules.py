@@ -70,7 +70,7 @@ def _leaf_root() -> tuple[list[str], list[bool], str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         engine = deepspeed.initialize(model=model, config=given)[0]
-        units = [unit.name for unit in engine._sharded.units]
+        units = [unit.name for unit in engine.units]
         of_leaf = [deepspeed.utils.z3_leaf_parameter(p) for p in (model.head.weight, plain.head.weight)]
         deepspeed.utils.set_z3_leaf_modules_by_name(model, ["norm"])
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)

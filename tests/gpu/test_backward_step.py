@@ -40,7 +40,7 @@ def _peak_bytes(stage: int, stepping: bool) -> tuple[int, int]:
     engine, *_ = zlaunch.initialize(
         model=net(width=256, depth=16), config=config(stage, 1, clip=1.0, **settings)
     )
-    numel = sum(unit.numel for unit in engine._sharded.units)
+    numel = sum(unit.numel for unit in engine.units)
     data = batches(4, 1)
     for batch in data[:3]:
         engine.backward(loss_of(engine, batch.cuda()))

@@ -99,7 +99,7 @@ def test_sharded_parameters_give_their_memory_back() -> None:
     for batch in batches(3, 4):
         engine.backward(loss_of(engine, batch.cuda()))
         engine.step()
-    assert sum(unit.full.untyped_storage().nbytes() for unit in engine._sharded.units) == 0
+    assert sum(unit.full.untyped_storage().nbytes() for unit in engine.units) == 0
     engine.destroy()
 
 

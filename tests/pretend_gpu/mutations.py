@@ -265,7 +265,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
 def applied(name: str) -> Iterator[None]:
     """Leave one wait out; none for an empty name."""
     with ExitStack() as stack:
-        for owner, attribute, value in MUTATIONS[name][1]() if name else ():
-            stack.callback(setattr, owner, attribute, getattr(owner, attribute))
-            setattr(owner, attribute, value)
+        if name:
+            for owner, attribute, value in MUTATIONS[name][1]():
+                stack.callback(setattr, owner, attribute, getattr(owner, attribute))
+                setattr(owner, attribute, value)
         yield

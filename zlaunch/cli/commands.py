@@ -73,15 +73,17 @@ def asked_for_help(words: list[str]) -> list[str]:
     """Return the arguments that show what `zlaunch help WORDS` asks for. Raises click.UsageError."""
     known = list(SUBCOMMANDS)
     command: click.Command | None = None
-    for word in words if words != [RUN] else ():
-        if word not in known:
-            import difflib
+    if words != [RUN]:
+        for word in words:
+            if word not in known:
+                import difflib
 
-            near = difflib.get_close_matches(word, known, n=1)
-            choice = f"did you mean {near[0]}?" if near else f"there is {', '.join(known) or 'none below'}"
-            raise click.UsageError(f"help: no command {word!r}, {choice}")
-        command = command.commands[word] if isinstance(command, click.Group) else load(word)
-        known = list(command.commands) if isinstance(command, click.Group) else []
+                near = difflib.get_close_matches(word, known, n=1)
+                there = ", ".join(known) or "none below"
+                choice = f"did you mean {near[0]}?" if near else f"there is {there}"
+                raise click.UsageError(f"help: no command {word!r}, {choice}")
+            command = command.commands[word] if isinstance(command, click.Group) else load(word)
+            known = list(command.commands) if isinstance(command, click.Group) else []
     return [*words, "--help"]
 
 

@@ -399,8 +399,9 @@ def estimate(
         times = [step_time(sizes, machines, each.choice, work, known, kind.itemsize) for each in found]
     if plot:
         write_plot(plot, _title(sizes, machines), found, machines)
-    for note in notes if as_json or goal else ():
-        click.echo(f"zlaunch estimate: {note}", err=True)
+    if as_json or goal:
+        for note in notes:
+            click.echo(f"zlaunch estimate: {note}", err=True)
     if as_json:
         more = [] if work is None else [time.as_dict(work, machines.world_size) for time in times]
         click.echo(choices.as_json(found, machines, more))

@@ -434,11 +434,12 @@ def _local_ranks(text: str | None, log_ranks: str | None) -> list[int] | None:
 def _take_rendezvous_conf(out: dict[str, Any], text: str | None) -> None:
     """Take the timeouts of KEY=VALUE,... and say which keys have no effect."""
     found: dict[str, str] = {}
-    for part in (text or "").split(",") if text else ():
-        key, _, value = (word.strip() for word in part.partition("="))
-        if not key or not value:
-            raise click.UsageError(f"--rdzv_conf {text}: expected KEY=VALUE,KEY=VALUE")
-        found[key] = value
+    if text:
+        for part in text.split(","):
+            key, _, value = (word.strip() for word in part.partition("="))
+            if not key or not value:
+                raise click.UsageError(f"--rdzv_conf {text}: expected KEY=VALUE,KEY=VALUE")
+            found[key] = value
     for key in found.keys() & set(_TIMEOUTS):
         if not re.fullmatch(r"[1-9]\d{0,8}", found[key], re.ASCII):
             raise click.UsageError(f"--rdzv_conf {key}={found[key]}: expected a whole number of seconds")

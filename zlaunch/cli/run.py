@@ -153,8 +153,9 @@ def _checked(
         from zlaunch.cli.flags import take_flags
 
         given |= {**take_flags(given), "num_processes": given["num_processes"]}
-    for note in given.get("notes", ()) if not given["quiet"] else ():
-        print(f"zlaunch: {note}", file=sys.stderr)
+    if not given["quiet"]:
+        for note in given.get("notes", ()):
+            print(f"zlaunch: {note}", file=sys.stderr)
     given["no_ssh"] = given["no_ssh"] or given["node_rank"] is not None
     if given["no_ssh"] and given["node_rank"] is None:
         raise click.UsageError("--no_ssh and --node_rank N require each other")
@@ -426,8 +427,9 @@ def _start(chosen: Chosen, ranks: list[int] | None) -> int:
         provenance = Provenance(launch, command)
         provenance.begin()
     outcome = run_job(launcher, console, provenance, save_asked=save_asked)
-    for problem in provenance.end() if provenance is not None else ():
-        console.error(f"{problem}; the run's record is incomplete")
+    if provenance is not None:
+        for problem in provenance.end():
+            console.error(f"{problem}; the run's record is incomplete")
     return launcher.on_end(outcome, console.message)
 
 

@@ -236,7 +236,7 @@ class _Parameter:
     def any_rank_has(self, parts: Sequence[object]) -> bool:
         """Tell whether there are such parts on any rank. Collective."""
         count = torch.tensor([float(bool(parts))], device=self.engine.device)
-        return bool(self.engine._sharded.comm.all_reduce_scalars(count).item())
+        return bool(self.engine.comm.all_reduce_scalars(count).item())
 
     def joined(self, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Sum every rank's parts to one tensor in the parameter's shape; at stage 0 each rank has all of
@@ -245,10 +245,11 @@ class _Parameter:
         unit = self.unit
         dtype = torch.promote_types(unit.dtype, torch.float32)
         full = torch.zeros(self.slot.numel, dtype=dtype, device=self.engine.device)
-        comm = self.engine._sharded.comm
+        comm = self.engine.comm
         is_sharded = unit.stop - unit.start < unit.numel
-        for at, part in parts if not is_sharded or comm.rank < comm.link.shards else ():
-            full[at : at + part.numel()] = part
+        if not is_sharded or comm.rank < comm.link.shards:
+            for at, part in parts:
+                full[at : at + part.numel()] = part
         if is_sharded:
             comm.all_reduce_scalars(full)
         return full.view(unit.shapes[self.index])
@@ -281,7 +282,7 @@ class _Parameter:
     def set_value(self, flat: Tensor) -> None:
         unit = self.unit
         slot = self.slot
-        self.engine._sharded.comm.drain()  # other ranks may still be reading it
+        self.engine.comm.drain()  # other ranks may still be reading it
         with torch.no_grad():
             if not unit.shard_params:
                 unit.wait_unsharded()

@@ -105,8 +105,9 @@ class End:
 def read_slots(content: object) -> tuple[Slot, ...]:
     """Read slots from JSON; leave out what is damaged."""
     found = []
-    for each in content if isinstance(content, (list, tuple)) else ():
-        match each:
-            case [str(host), int(slot)]:
-                found.append((host, slot))
+    if isinstance(content, (list, tuple)):
+        for each in content:
+            match each:
+                case [str(host), int(slot)]:
+                    found.append((host, slot))
     return tuple(found)

@@ -146,9 +146,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _remove_aside(old: Path, final: Path) -> None:
     """Remove what was put aside; files that others have put beside that checkpoint go to the present one."""
-    for entry in list(old.iterdir()) if old.is_dir() else ():
-        if not _is_ours(entry) and not (final / entry.name).exists():
-            os.rename(entry, final / entry.name)
+    if old.is_dir():
+        for entry in list(old.iterdir()):
+            if not _is_ours(entry) and not (final / entry.name).exists():
+                os.rename(entry, final / entry.name)
     shutil.rmtree(old, ignore_errors=True)
 
 

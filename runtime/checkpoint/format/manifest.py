@@ -246,16 +246,17 @@ def is_checkpoint(path: Path) -> bool:
 def candidates(folder: Path) -> list[Path]:
     """List the folders that look like checkpoints, newest first; some may be damaged."""
     found: list[tuple[float, str, Path]] = []
-    for path in folder.glob("*/" + MANIFEST) if folder.is_dir() else ():
-        tag = path.parent
-        hidden = re.fullmatch(r"\.(.*)\.old", tag.name)
-        if not is_checkpoint(tag):
-            continue
-        # See Note [Atomic saves] in commit.py: `.TAG.old` counts only while TAG has no folder.
-        if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
-            continue
-        # By the time in the manifest, not the file's: copying a folder changes the latter.
-        found.append((_saved_at(tag), tag.name, tag))
+    if folder.is_dir():
+        for path in folder.glob("*/" + MANIFEST):
+            tag = path.parent
+            hidden = re.fullmatch(r"\.(.*)\.old", tag.name)
+            if not is_checkpoint(tag):
+                continue
+            # See Note [Atomic saves] in commit.py: `.TAG.old` counts only while TAG has no folder.
+            if tag.name.startswith(".") and not (hidden and not (folder / hidden[1]).exists()):
+                continue
+            # By the time in the manifest, not the file's: copying a folder changes the latter.
+            found.append((_saved_at(tag), tag.name, tag))
     return [path for _, _, path in sorted(found, reverse=True)]
 
 

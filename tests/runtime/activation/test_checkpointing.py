@@ -197,9 +197,9 @@ def _gathered() -> float:
     engine, *_ = zlaunch.initialize(model=net(width=64, depth=6), config=config(3, 4, **section))
     data = batches(3, 8)
     train_engine(engine, data[:2])
-    engine._sharded.comm.moved.clear()
+    engine.comm.moved.clear()
     train_engine(engine, data[2:])
-    return engine._sharded.comm.moved["all_gather"] / sum(unit.numel for unit in engine._sharded.units)
+    return engine.comm.moved["all_gather"] / sum(unit.numel for unit in engine.units)
 
 
 def test_stage_3_gathers_no_more() -> None:
@@ -224,7 +224,7 @@ def _meet() -> None:
     model = net(depth=4)
     engine, *_ = zlaunch.initialize(model=model, config=config(0, 1, activation_checkpointing=own))
     assert _checkpointed(model) == [0, 2] and settings.place.in_cpu
-    assert not engine._sharded.comm.activations.place.in_cpu
+    assert not engine.comm.activations.place.in_cpu
     given = {"activation_checkpointing": {"number_checkpoints": 1, "cpu_checkpointing": True}}
     public.configure(None, given, checkpoint_in_cpu=False)
     assert settings.number == 1 and not settings.place.in_cpu

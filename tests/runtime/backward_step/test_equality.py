@@ -38,7 +38,7 @@ def engine_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def blocks_of(engine: Any, plain: nn.Module) -> list[list[Tensor]]:
     """The parameters of plain torch's model by the engine's units."""
     named = dict(plain.named_parameters())
-    return [[named[name] for name in unit.names] for unit in engine._sharded.units]
+    return [[named[name] for name in unit.names] for unit in engine.units]
 
 
 def clip_as_documented(model: nn.Module, how: str, clip: float, norms: list[float], blocks: Any) -> None:
@@ -76,7 +76,7 @@ def _compare(cases: list[tuple[int, str, float, str]]) -> dict[str, float]:
             optimizer.zero_grad()
             train_engine(engine, [batch])
             worst = max(worst, abs(engine.get_global_grad_norm() / norms[-1] - 1))
-            assert all(unit.store.grad_memory is None for unit in engine._sharded.units)
+            assert all(unit.store.grad_memory is None for unit in engine.units)
         found[f"{stage} {kind} {clip} {how}"] = max(worst, error(engine, plain))
         engine.destroy()
     return found

@@ -21,7 +21,7 @@ DEPTH = 8
 def _gradient_bytes(engine: Any) -> int:
     """Counts the bytes of gradients and of the buffers that they are sent from, now."""
     reducer = engine._reducer
-    shards = [unit.store.grad_memory for unit in engine._sharded.units]
+    shards = [unit.store.grad_memory for unit in engine.units]
     lent = [bucket.tensor for bucket in reducer._buckets.values()]
     lent += [reduction.lent for reduction in reducer._in_flight]
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lent if t is not None}
@@ -47,7 +47,7 @@ def _measure(stage: int) -> dict[str, Any]:
         train_engine(engine, batches(4, SAMPLES))
         found[f"peak {stepping}"] = max(seen)
         found[f"state {stepping}"] = {k: v.clone() for k, v in engine.module.state_dict().items()}
-        units = [unit for unit in engine._sharded.units if unit.trainable]
+        units = [unit for unit in engine.units if unit.trainable]
         found["units"] = sorted((unit.numel, unit.stop - unit.start) for unit in units)
         engine.destroy()
     return found

@@ -28,7 +28,7 @@ def _train(stage: int) -> dict[str, Any]:
         losses = train_engine(engine, batches(6, 4))
         found[str(stepping)] = {name: each.clone() for name, each in engine.module.state_dict().items()}
         found[f"losses {stepping}"] = losses
-        stores = [unit.store for unit in engine._sharded.units if isinstance(unit.store, DeviceStore)]
+        stores = [unit.store for unit in engine.units if isinstance(unit.store, DeviceStore)]
         found[f"kept {stepping}"] = any(store.grad_memory is not None for store in stores)
         engine.destroy()
     return found

@@ -66,7 +66,7 @@ def _sharded(zero: dict[str, Any]) -> list[tuple[int, bool]]:
     engine, *_ = zlaunch.initialize(model=net(), config=config(3, 1, zero=zero))
     engine.backward(loss_of(engine, batches(1, 1)[0]))
     engine.step()
-    return [(sum(s.numel() for s in unit.shapes), unit.shard_params) for unit in engine._sharded.units]
+    return [(sum(s.numel() for s in unit.shapes), unit.shard_params) for unit in engine.units]
 
 
 def test_never_sharded_parameters_have_a_bound() -> None:
@@ -88,7 +88,7 @@ def _units(key: str) -> int:
     engine, *_ = zlaunch.initialize(
         model=net(), config=config(1, 1, zero={"reduce_bucket_size": 10**6, key: 5000})
     )
-    return len(engine._sharded.units)
+    return len(engine.units)
 
 
 def test_both_bucket_sizes_bound_what_moves_together() -> None:

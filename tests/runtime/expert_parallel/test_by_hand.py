@@ -138,7 +138,7 @@ def _moved() -> tuple[int, int]:
     section = {"experts": ["layers.*.experts"]}
     config = settings(3, 1, 2, parallel={"expert": 2}, expert_parallel=section)
     engine, *_ = zlaunch.initialize(model=_Network("by sample"), config=config)
-    rank, comm = torch.distributed.get_rank(), engine._sharded.comm
+    rank, comm = torch.distributed.get_rank(), engine.comm
     batch = (data()[0] % 16)[rank * BATCH // 2 : (rank + 1) * BATCH // 2]
     words: list[Any] = [None, None]
     torch.distributed.all_gather_object(words, batch[:, 0])

@@ -193,7 +193,7 @@ def _gathered() -> None:
     zlaunch.init_distributed()
     model = net()
     engine, *_ = zlaunch.initialize(model=model, config=options(3))
-    first, second = engine._sharded.units[1], engine._sharded.units[2]
+    first, second = engine.units[1], engine.units[2]
 
     def fails(*, rounded: bool = False) -> None:
         raise OSError("no such tensor")

@@ -26,7 +26,7 @@ def _former_units() -> dict[int, list[str]]:
         model.layers[0].requires_grad_(False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine: Any = zlaunch.initialize(model=model, optimizer=optimizer, config=options(stage))[0]
-        former = [weakref.ref(unit) for unit in engine._sharded.units if not unit.trainable]
+        former = [weakref.ref(unit) for unit in engine.units if not unit.trainable]
         for _ in range(2):
             engine.backward(loss_of(engine, batches(1, 4)[0].chunk(2)[rank]))
             engine.step()

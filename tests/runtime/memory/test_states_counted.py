@@ -49,7 +49,7 @@ def _count(stage: int) -> dict[str, tuple[float, float]]:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.dim() and not key.endswith("_scale")
         )
-        ranks = engine._sharded.comm.exchange(kept)
+        ranks = engine.comm.exchange(kept)
         numel = sum(placeholder.shape_of(parameter).numel() for parameter in model.parameters())
         found[name] = counted, (sum(ranks) if stage else kept) / numel
         engine.destroy()

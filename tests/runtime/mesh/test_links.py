@@ -34,10 +34,10 @@ def _moved(zero: dict[str, Any], accumulation: int) -> dict[int, dict[str, float
         )
         data = batches(3, 4 * 4 * accumulation)
         train_engine(engine, data[:2])
-        link: Any = engine._sharded.comm.link
+        link: Any = engine.comm.link
         before = link.moved
         train_engine(engine, data[2:])
-        total = sum(unit.numel for unit in engine._sharded.units) * 4
+        total = sum(unit.numel for unit in engine.units) * 4
         found[stage] = {
             name: (nbytes - before[name]) / total for name, nbytes in link.moved.items() if nbytes
         }
@@ -115,8 +115,8 @@ def _chosen(per_node: int, bandwidths: list[float], sizes: list[int]) -> tuple[s
     choice._bandwidth = lambda comm, link: next(measured)
     engine, *_ = zlaunch.initialize(model=net(), config=config(3, 4, zero={"shard_group": "auto"}))
     train_engine(engine, batches(2, 24))
-    link = engine._sharded.comm.link
-    found = type(link).__name__, engine._sharded.units[0].layout.world_size
+    link = engine.comm.link
+    found = type(link).__name__, engine.units[0].layout.world_size
     engine.destroy()
     assert next(measured, None) is None, "both are measured, where there is a choice"
     return found
@@ -226,7 +226,7 @@ def _one_rank_looks(stage: int) -> float:
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, zero={"zero_hpz_partition_size": 2}))
     data = batches(3, 16)
     train_engine(engine, data[:2])
-    link: Any = engine._sharded.comm.link
+    link: Any = engine.comm.link
     gather = link.outer.all_gather
 
     def late(*arguments: Any) -> Any:
@@ -287,7 +287,7 @@ def _in_place_first() -> bool:
     join_nodes(2)
     settings = config(3, 4, zero={"zero_hpz_partition_size": 2})
     engine, *_ = zlaunch.initialize(model=torch.nn.Linear(64, 64, bias=False), config=settings)
-    (unit,), comm = engine._sharded.units, engine._sharded.comm
+    (unit,), comm = engine.units, engine.comm
     wanted = torch.arange(unit.numel, dtype=torch.float32)
     own = wanted[unit.start : unit.stop]
     found = []

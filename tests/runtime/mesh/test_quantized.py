@@ -33,10 +33,10 @@ def _bytes(mesh: str, zero: dict[str, Any]) -> dict[str, float]:
     )
     data = batches(3, 16)
     train_engine(engine, data[:2])
-    link: Any = engine._sharded.comm.link
+    link: Any = engine.comm.link
     before = link.moved
     train_engine(engine, data[2:])
-    total = sum(unit.numel for unit in engine._sharded.units)
+    total = sum(unit.numel for unit in engine.units)
     if isinstance(before, dict):
         found = {name: (nbytes - before[name]) / total for name, nbytes in link.moved.items()}
     else:

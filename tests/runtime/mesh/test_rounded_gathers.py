@@ -126,7 +126,7 @@ def _slow_reader() -> bool:
     model = torch.nn.Linear(256, 256, bias=False)
     wanted = model.weight.detach().clone()
     engine = _engine("copies", model, WEIGHTS)
-    (unit,), link = engine._sharded.units, engine._sharded.comm.link
+    (unit,), link = engine.units, engine.comm.link
     with torch.no_grad():
         engine(torch.zeros(1, 256))  # compiles what rounds
     reads_late = dist.get_rank() % 2 == 1
@@ -211,12 +211,12 @@ def _unfrozen() -> tuple[bool, bool]:
     model.layers[0].requires_grad_(False)
     engine = _engine("copies", model, zero, lr=0.01)
     train_engine(engine, batches(2, 16))
-    link = engine._sharded.comm.link
-    before = {unit.tag for unit in engine._sharded.units}
+    link = engine.comm.link
+    before = {unit.tag for unit in engine.units}
     kept = {label for label, _ in link._copies} | set(link.inner._errors) | set(link.outer._errors)
     model.layers[0].requires_grad_(True)
     train_engine(engine, batches(2, 16))
-    after = {unit.tag for unit in engine._sharded.units}
+    after = {unit.tag for unit in engine.units}
     left = {label for label, _ in link._copies} | set(link.inner._errors) | set(link.outer._errors)
     engine.destroy()
     return bool(kept & (before - after)), left <= after

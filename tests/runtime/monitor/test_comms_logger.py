@@ -31,7 +31,7 @@ def _table(stage: int) -> dict[str, Any]:
     """Train with and without a log, and return both, with what the communicator itself has counted."""
     join()
     plain, plain_losses = _train(stage)
-    assert type(plain._sharded.comm) is Comm and newest_log() is None
+    assert type(plain.comm) is Comm and newest_log() is None
     plain.destroy()
     found: dict[str, Any] = {"scalars": 0}
     close, add = LoggedComm.close, Comm.all_reduce_scalars
@@ -115,7 +115,7 @@ def _of_optimizers(kind: str) -> tuple[dict[str, int], int]:
     join()
     params = {"lr": 1e-3} if kind == "Muon" else {"lr": 1e-3, "freeze_step": 1}
     engine, _ = _train(0, comms_logger={"enabled": True}, optimizer={"type": kind, "params": params})
-    comm = engine._sharded.comm
+    comm = engine.comm
     comm.log.poll()
     found = Counter[str]()
     for key, row in comm.log.rows.items():

@@ -121,7 +121,7 @@ def test_a_pass_while_states_are_away_is_refused_and_does_no_harm(stage: int) ->
 def _storages(engine: Any) -> dict[str, list[Any]]:
     """Every storage of each kind of state."""
     found: dict[str, list[Tensor]] = {name: [] for name in STATES}
-    for unit in engine._sharded.units:
+    for unit in engine.units:
         found["lp_params"].append(unit.values.tensor if unit.shard_params else unit.full)
         if unit.store is not None and unit.store.master is not None:
             found["hp_params"].append(unit.store.master)
@@ -186,7 +186,7 @@ def _masters_that_are_the_parameters(stage: int, kind: str) -> str:
     wanted = loss_of(engine, data).item()
     storages = [
         unit.store.master.untyped_storage()
-        for unit in engine._sharded.units
+        for unit in engine.units
         if unit.store is not None and unit.store.master is not None
     ]
     engine.offload_states(TRAINING)

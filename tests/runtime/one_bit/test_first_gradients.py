@@ -83,7 +83,7 @@ X = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
 
 
 def _holds_shift(engine: Any) -> bool:
-    (unit,) = (each for each in engine._sharded.units if "shift" in each.names)
+    (unit,) = (each for each in engine.units if "shift" in each.names)
     slot = unit.layout.slots[unit.names.index("shift")]
     assert not unit.start < slot.offset < unit.stop < slot.stop
     return bool(unit.start <= slot.offset and slot.stop <= unit.stop)

@@ -76,7 +76,7 @@ def _follow() -> dict[str, tuple[float, int]]:
             options = {"kind": kind, **COMMON, **own}
             options.setdefault("freeze_step", own.get("var_freeze_step"))
             reference = ReferenceOneBit(plain, layouts_of(engine), engine.world_size, **options)
-            moved = engine._sharded.comm.moved
+            moved = engine.comm.moved
             worst, signs = 0.0, 0
             for x in data():
                 grads = []

@@ -40,7 +40,7 @@ def _train(accumulation: int) -> tuple[float, float, int, int]:
     rank = join()
     engine = make_engine(None, section(0), ADAM, gradient_accumulation_steps=accumulation)
     reference = reference_of(engine, odd())
-    moved, sending = engine._sharded.comm.moved, 0
+    moved, sending = engine.comm.moved, 0
     for tokens in data()[:19]:
         before = moved[BYTES]
         train(engine, [tokens])
@@ -120,7 +120,7 @@ def _resume_sharded(folder: str) -> None:
     engine.load_checkpoint(folder, tag="apart")
     assert engine.optimizer.param_groups[0]["local_step_clipper"] == 1
     train(engine, data()[15:18])
-    weights = engine._sharded.comm.exchange(engine.module.head.weight.tolist())
+    weights = engine.comm.exchange(engine.module.head.weight.tolist())
     assert weights[0] == weights[1]
     engine.destroy()
 
@@ -252,7 +252,7 @@ def _states_and_loads(folder: str) -> dict[str, bool]:
             train(engine, [steps.pop()])
             if group["step_count"] % 4 == 0:
                 break
-        both = engine._sharded.comm.exchange(weight.tolist())
+        both = engine.comm.exchange(weight.tolist())
         found[change] = both[0] == both[1]
         engine.destroy()
     return found
@@ -316,7 +316,7 @@ def _momenta(rests: bool) -> tuple[float, list[float]]:
             kept = float(before[0])
     after = zlaunch.safe_get_full_optimizer_state(model.second, "exp_avg")
     assert after is not None
-    both = engine._sharded.comm.exchange(float(after[0]))
+    both = engine.comm.exchange(float(after[0]))
     engine.destroy()
     return float(after[0]) / kept, both
 

@@ -43,7 +43,7 @@ TOLERANCE = 1e-6
 def layouts_of(engine: Any) -> list[tuple[int, list[tuple[str, int, int]]]]:
     return [
         (unit.numel, [(n, s.offset, s.numel) for n, s in zip(unit.names, unit.layout.slots, strict=True)])
-        for unit in engine._sharded.units
+        for unit in engine.units
         if unit.trainable
     ]
 
@@ -186,7 +186,7 @@ def _bytes() -> dict[int, tuple[int, int, int]]:
             "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}},
         }
         engine, *_ = zlaunch.initialize(model=model, config=given)
-        comm = engine._sharded.comm
+        comm = engine.comm
         counts = []
         for _ in range(4):
             before = comm.moved["all_reduce"] + comm.moved["reduce_scatter"], comm.moved[BYTES]
@@ -195,7 +195,7 @@ def _bytes() -> dict[int, tuple[int, int, int]]:
             after = comm.moved["all_reduce"] + comm.moved["reduce_scatter"], comm.moved[BYTES]
             counts.append((4 * (after[0] - before[0]), after[1] - before[1]))
         assert counts[0] == counts[1] and counts[0][1] == 0 and counts[3][0] == 0
-        numel = sum(unit.numel for unit in engine._sharded.units)
+        numel = sum(unit.numel for unit in engine.units)
         found[stage] = counts[0][0], counts[3][1], numel
         engine.destroy()
     return found

@@ -153,11 +153,11 @@ def _ended(change: str) -> bool:
     group = engine.optimizer.param_groups[0]
     changes = {"clipper": {"local_step_clipper": 1}, "freeze": {"freeze_step": 20}}
     group.update(changes.get(change, {"freeze_step": 20, "var_interval": 1}))
-    moved = engine._sharded.comm.moved[BYTES]
+    moved = engine.comm.moved[BYTES]
     train(engine, data()[14:15])
-    assert engine._sharded.comm.moved[BYTES] > moved
+    assert engine.comm.moved[BYTES] > moved
     weights = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
-    both = engine._sharded.comm.exchange(weights.tolist())
+    both = engine.comm.exchange(weights.tolist())
     engine.destroy()
     return bool(both[0] == both[1] and torch.isfinite(weights).all())
 

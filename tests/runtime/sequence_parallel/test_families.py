@@ -173,7 +173,7 @@ def _moved() -> tuple[int, int]:
     engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(1, sequence=2))
     batch = data()[0]
     engine(input_ids=batch, labels=batch)
-    comm = engine._sharded.comm
+    comm = engine.comm
     before = comm.moved["sequence"]
     engine.backward(engine(input_ids=batch, labels=batch).loss)
     tokens, width, keys, layers = batch.numel() // 2, 32, 16, 2

@@ -199,7 +199,7 @@ def _moved() -> tuple[int, int]:
     engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(1, 2, 1))
     batch = data()[0]
     engine(input_ids=batch, labels=batch)  # the first one
-    comm = engine._sharded.comm
+    comm = engine.comm
     before = comm.moved["tensor"]
     engine.backward(engine(input_ids=batch, labels=batch).loss)
     tokens, width, layers, words = BATCH * LENGTH, 32, 2, 64

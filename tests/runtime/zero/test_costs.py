@@ -42,9 +42,9 @@ def _model_states(stage: int) -> tuple[int, int, int]:
     before = _storage_bytes() - 4 * numel  # the model itself is about to be replaced
     engine, *_ = zlaunch.initialize(model=model, config=config(stage, 4, bf16={"enabled": True}))
     train_engine(engine, data)
-    block = max(unit.numel * 2 for unit in engine._sharded.units if unit.name != "root")
+    block = max(unit.numel * 2 for unit in engine.units if unit.name != "root")
     buffers = sum(buffer.nbytes for buffer in engine._reducer._pool.free)
-    largest = max(unit.numel for unit in engine._sharded.units)
+    largest = max(unit.numel for unit in engine.units)
     assert buffers <= 2 * largest * (MAX_IN_FLIGHT + 2)
     measured = _storage_bytes() - before - buffers
     engine.destroy()
@@ -87,7 +87,7 @@ def _volume(stage: int, accumulation: int) -> tuple[float, dict[str, float]]:
     )
     data = batches(3, 4 * world * accumulation)
     train_engine(engine, data[:2])
-    comm, units = engine._sharded.comm, engine._sharded.units
+    comm, units = engine.comm, engine.units
     comm.moved.clear()
     train_engine(engine, data[2:])
     total = sum(unit.numel for unit in units)
@@ -124,9 +124,9 @@ def _checkpointing_volume() -> float:
     engine, *_ = zlaunch.initialize(model=with_forward(model, forward), config=config(3, 4))
     data = batches(3, 8)
     train_engine(engine, data[:2])
-    engine._sharded.comm.moved.clear()
+    engine.comm.moved.clear()
     train_engine(engine, data[2:])
-    return engine._sharded.comm.moved["all_gather"] / sum(unit.numel for unit in engine._sharded.units)
+    return engine.comm.moved["all_gather"] / sum(unit.numel for unit in engine.units)
 
 
 def test_activation_checkpointing_gathers_no_more() -> None:
@@ -145,7 +145,7 @@ def _eval_then_train() -> list[int]:
                 if grad:
                     engine.backward(loss)
                     engine.step()
-        left.append(sum(unit.full.untyped_storage().nbytes() for unit in engine._sharded.units))
+        left.append(sum(unit.full.untyped_storage().nbytes() for unit in engine.units))
     return left
 
 

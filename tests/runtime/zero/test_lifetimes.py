@@ -290,14 +290,14 @@ def _memory() -> None:
     model = net(depth=4)
     engine, *_ = zlaunch.initialize(model=model, config=options())
     loss = engine(batches(1, 2)[0]).square().mean()
-    full = [unit for unit in engine._sharded.units if unit._storage.nbytes()]
+    full = [unit for unit in engine.units if unit._storage.nbytes()]
     assert len(full) <= 3, [unit.name for unit in full]  # the root, and the last block
     held = model.layers[0].up.weight
     del held
     engine.backward(loss)
     engine.step()
     gc.collect()
-    assert not any(unit._storage.nbytes() for unit in engine._sharded.units if unit.shard_params)
+    assert not any(unit._storage.nbytes() for unit in engine.units if unit.shard_params)
 
 
 def test_memory_is_given_back() -> None:

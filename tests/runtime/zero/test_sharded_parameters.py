@@ -181,7 +181,7 @@ def _no_sync(stage: int) -> None:
     data = batches(2, 4)
     with engine.no_sync():
         engine.backward(loss_of(engine, data[0].chunk(2)[rank]))
-    assert not engine._sharded.comm.moved.keys() & {"all_gather", "reduce_scatter", "all_reduce"}
+    assert not engine.comm.moved.keys() & {"all_gather", "reduce_scatter", "all_reduce"}
     engine.backward(loss_of(engine, data[1].chunk(2)[rank]))
     engine.step()
     reference, *_ = zlaunch.initialize(model=net().double(), config=config(0, 2))
@@ -220,7 +220,7 @@ def _poison(steps: int) -> list[float]:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(), config=config(3, 2))
     losses = train_engine(engine, batches(steps, 4))
-    assert all(unit.full.isnan().all() for unit in engine._sharded.units if unit.shard_params)
+    assert all(unit.full.isnan().all() for unit in engine.units if unit.shard_params)
     return losses
 
 

@@ -280,9 +280,10 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
     for numel in (0, 1, 7, 200_000):
         tensor = torch.randn(numel).to(dtype)
         torch.testing.assert_close(sum_of_squares(tensor), tensor.double().square().sum(), rtol=1e-6, atol=0)
-        for special in (torch.inf, torch.nan) if numel else ():
-            tensor[numel // 2] = special
-            assert not sum_of_squares(tensor).isfinite()
+        if numel:
+            for special in (torch.inf, torch.nan):
+                tensor[numel // 2] = special
+                assert not sum_of_squares(tensor).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -110,8 +110,9 @@ def test_every_command_is_in_its_reference() -> None:
 def subcommands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     """Yield a command and all below it, with the words that call each."""
     yield name, command
-    for inner in command.commands.values() if isinstance(command, click.Group) else ():
-        yield from subcommands(f"{name} {inner.name}", inner)
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from subcommands(f"{name} {inner.name}", inner)
 
 
 def test_the_reference_shows_every_option_and_subcommand() -> None:

@@ -239,7 +239,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     @property
     def mp_world_size(self) -> int:
         """Return the number of ranks that share each layer."""
-        return self._sharded.comm.mesh.tensor
+        return self.comm.mesh.tensor
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's place among the ranks that train on different samples."""
@@ -498,12 +498,12 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def num_stages(self) -> int:
         """Return the number of stages."""
-        return int(self._sharded.comm.mesh.pipeline)
+        return int(self.comm.mesh.pipeline)
 
     @property
     def stage_id(self) -> int:
         """Return the stage that this rank has."""
-        comm = self._sharded.comm
+        comm = self.comm
         return int(comm.mesh.coordinates(comm.rank).get("pipeline", 0))
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -684,6 +684,6 @@ def _take_over(model: nn.Module) -> None:
     """End the engine that the model belongs to, if there is one: its parameters become plain again."""
     units = {id(unit) for unit in map(placeholder.owner, model.parameters()) if unit is not None}
     for engine in list(_live):
-        if any(id(unit) in units for unit in engine._sharded.units):
+        if any(id(unit) in units for unit in engine.units):
             engine.destroy()
             _live.discard(engine)
