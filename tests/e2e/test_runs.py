@@ -127,6 +127,26 @@ def test_stop_that_takes_too_long_and_by_force(launch: Launch, tmp_path: Path) -
     wait_until(lambda: not alive(launch.run_id), "workers stopped")
 
 
+NOTHING_SAVES = """
+    import time
+    from zlaunch.runtime import preemption
+    preemption.install()  # as an engine does
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_stop_says_at_once_that_nothing_saves(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "--num_gpus=1", "--no_local_rank", script=NOTHING_SAVES)
+    wait_until(lambda: "up" in launch.out, "worker is up")
+    late = zlaunch(tmp_path, "stop", "run", "--signal", "USR1", "--timeout", "5")
+    assert late.returncode == 1, late
+    told, ended = late.stderr.splitlines()
+    assert told.startswith("zlaunch stop: warning: run: nothing saves on it.") and "Trainer" in told
+    assert "has not ended within 5 s" in ended
+    assert zlaunch(tmp_path, "stop", "run").returncode == 0
+
+
 def test_a_launcher_that_cannot_be_reached_from_here(launch: Launch, tmp_path: Path) -> None:
     good = json.loads((launch.run_dir / "launcher.json").read_text())
     change_record(launch.run_dir, host="elsewhere")

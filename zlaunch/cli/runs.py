@@ -38,7 +38,7 @@ from zlaunch.supervisor.found_runs import (
 from zlaunch.supervisor.hang import Stand, note_standing, where
 from zlaunch.supervisor.run_files import OLDER, TIMES, EventFile, log_path
 from zlaunch.supervisor.run_folder import QUEUE_FOLDER, is_locked
-from zlaunch.system.messages import StandsStill, decode_worker_event
+from zlaunch.system.messages import NOTHING_SAVES, SaveAsked, StandsStill, decode_worker_event
 from zlaunch.system.processes import Process, kill, start_ticks
 from zlaunch.view.progress import RunProgress
 
@@ -368,9 +368,13 @@ def stop(run: str, name: str | None, timeout: float) -> int:
     found = _living(run, "stop")
     process = Process(found.record.pid, found.record.start_ticks)
     chosen = name.upper() if name is not None else "INT" if "--requeue" in found.record.command else "TERM"
+    answer = _AnswerToSave(found) if chosen == "USR1" else None
     kill(process, _SIGNALS[chosen])
     deadline = time.monotonic() + timeout
     while start_ticks(process.pid) == process.start_ticks:
+        if answer is not None and answer.is_no():
+            print(f"zlaunch stop: warning: {run}: {NOTHING_SAVES}", file=sys.stderr)
+            answer = None
         if time.monotonic() >= deadline:
             print(f"zlaunch stop: error: {_not_ended(run, chosen, timeout)}", file=sys.stderr)
             return 1
@@ -381,6 +385,26 @@ def stop(run: str, name: str | None, timeout: float) -> int:
     else:
         print(f"{run}: stopped, exit code {after.exit_code}")
     return 0
+
+
+class _AnswerToSave:
+    """Reads from a run's events whether its script saves when it is asked to."""
+
+    def __init__(self, run: FoundRun) -> None:
+        self._events = EventFile(run.path / "events.jsonl")
+        self._acts = False
+        self.is_no()  # what was said before the signal
+
+    def is_no(self) -> bool:
+        """Tell whether rank 0 has said since the last call that nothing in its process saves."""
+        refused = False
+        for event in self._events.read():
+            if event.get("type") == "save_asked":
+                said = decode_worker_event({"rank": None, "host": "", **event})
+                if isinstance(said, SaveAsked):
+                    self._acts = self._acts or said.acts is True
+                    refused = said.acts is not True
+        return refused and not self._acts
 
 
 def _not_ended(run: str, name: str, timeout_s: float) -> str:

@@ -30,6 +30,7 @@ from zlaunch.supervisor.verdict import Outcome, Verdict
 from zlaunch.system.events import Event, Output
 from zlaunch.system.messages import (
     ANSWERS,
+    NOTHING_SAVES,
     AgentEvent,
     AgentStarted,
     Damaged,
@@ -267,8 +268,7 @@ class Controller:
         """Say once that nothing acts on a signal that asks the workers to save."""
         if not self.acts_on_save and not self.has_told_unsaved:
             self.has_told_unsaved = True
-            advice = "set checkpoint.on_signal or use engine.should_stop"
-            self.console.message(f"{signal_name(signum)}: nothing saves on it; {advice}")
+            self.console.message(f"{signal_name(signum)}: {NOTHING_SAVES}")
 
     def _tell_of_steps(self) -> None:
         if bound := what_bounds(self.progress, self.shown_hosts):

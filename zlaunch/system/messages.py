@@ -420,6 +420,13 @@ class StandsStill(NamedTuple):
     begun: object = None
 
 
+NOTHING_SAVES = (
+    "nothing saves on it. Set checkpoint.on_signal or use engine.should_stop; with the Hugging Face Trainer, "
+    'add the callback of "Save at a time limit" in docs/guides/trainer.md'
+)
+"""Ends a message about a signal that asks to save, where the script does not act on it."""
+
+
 class SaveAsked(NamedTuple):
     """Say whether anything acts on a signal that asks to save."""
 

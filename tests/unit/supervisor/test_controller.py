@@ -312,7 +312,7 @@ def test_asking_to_save_goes_to_every_node_and_is_remembered(scene: Scene) -> No
     assert outcome.code == 75 and outcome.save_asked
 
 
-UNSAVED = "SIGUSR1: nothing saves on it; set checkpoint.on_signal or use engine.should_stop"
+UNSAVED = "SIGUSR1: nothing saves on it. Set checkpoint.on_signal or use engine.should_stop; with the Hugging"
 
 
 @pytest.mark.parametrize(
