@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import click
 
+from zlaunch.cli.commands import SUBCOMMANDS
+
 _OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -157,6 +159,10 @@ def unknown_option(error: click.NoSuchOption) -> str:
         return f"{text}. An option of the script goes after the script: SCRIPT {error.option_name}"
     if near := difflib.get_close_matches(error.option_name, known, n=1, cutoff=_LEAST_LIKENESS):
         return f"{text}. Did you mean {near[0]}?"
+    # click reads -dtype as -d -t -y -p -e, and complains of the first.
+    begin_so = [name for name in known if name.startswith(f"--{bare}")] if len(bare) == 1 else []
+    if len(begin_so) == 1:
+        return f"{text}. Did you mean {begin_so[0]}?"
     if "--detach" in known and bare in _OF_SLURM:
         dashed = error.option_name.replace("_", "-")
         return f"{text}. Options of sbatch go into a batch file: zlaunch slurm script {dashed} ... SCRIPT"
@@ -167,7 +173,7 @@ def unknown_option(error: click.NoSuchOption) -> str:
 
 def meant_command(words: Sequence[str]) -> str | None:
     """Return what to write instead of these words, where the first is a command or program of others."""
-    name = words[0]
+    name = _near_word(words[0])
     rest = list(words[1:])
     if name in _COMMANDS:
         return _COMMANDS[name]
@@ -182,6 +188,15 @@ def meant_command(words: Sequence[str]) -> str | None:
     if left is None:
         return f"save the code to a file, because every worker runs it; {name} is not needed"
     return f"zlaunch starts the workers itself, so leave it out: `{_line([], left or ['SCRIPT'])}`"
+
+
+def _near_word(word: str) -> str:
+    """Return the word of another launcher that a mistyped one is nearest to; else the word itself."""
+    others = {*_COMMANDS, *_SAME_ARGUMENTS}
+    if word in others or not word.isalpha():
+        return word
+    near = difflib.get_close_matches(word, [*SUBCOMMANDS, *others], n=1, cutoff=_LEAST_LIKENESS)
+    return near[0] if near and near[0] in others else word
 
 
 def _without_programs(words: Sequence[str]) -> list[str] | None:

@@ -68,6 +68,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "env A=1 python3 train.py": ("`zlaunch train.py`",),
     "--num_gpus 99999999 train.py": ("--num_gpus", "4096"),
     "--num_gpus 2 --log_ranks 5 --dry_run train.py": ("--log_ranks", "there is no rank 5"),
+    "lauch train.py": ("lauch", "`zlaunch train.py`"),
+    "stauts": ("stauts", "`zlaunch ps`"),
+    "checkpoint export ckpt out -dtype bf16": ("-d", "--dtype"),
     "chekpoint ls": ("chekpoint", "zlaunch checkpoint"),
     "estimat --params 7B": ("estimat", "zlaunch estimate"),
     # Scripts
