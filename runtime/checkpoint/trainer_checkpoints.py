@@ -78,6 +78,17 @@ def incomplete(checkpoint: Path) -> str | None:
     return problem_of(folder) if is_trainer_checkpoint(folder) else None
 
 
+def without_checkpoint(output_dir: Path) -> dict[str, str]:
+    """Return what is missing in each ``checkpoint-N`` that has no whole checkpoint of the engine, because a
+    save was interrupted; the largest N first.
+    """
+    found = [path for path in output_dir.glob("checkpoint-*") if TRAINER_FOLDER.fullmatch(path.name)]
+    # A save begins with a hidden folder: see Note [Atomic saves] in format/commit.py.
+    bare = [path for path in found if not candidates(path) and any(path.glob(".global_step*"))]
+    problems = {path.name: problem_of(path) for path in sorted(bare, key=_step, reverse=True)}
+    return {name: problem for name, problem in problems.items() if problem is not None}
+
+
 def _step(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 

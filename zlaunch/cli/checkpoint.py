@@ -95,7 +95,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def list_(folder: str, as_json: bool) -> None:
     """List the checkpoints in FOLDER, newest first."""
     from zlaunch.runtime.checkpoint.format.manifest import LATEST, candidates, of_trainer
-    from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete
+    from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete, without_checkpoint
 
     path = Path(folder)
     if not path.is_dir():
@@ -105,6 +105,11 @@ def list_(folder: str, as_json: bool) -> None:
         paths = {**inner, **{each.name: each for each in candidates(path) if each.name not in inner}}
         found = [
             {**_summary(each), "tag": name, "incomplete": incomplete(each)} for name, each in paths.items()
+        ]
+        # A Trainer that is killed while it saves leaves a folder without a whole checkpoint of the engine.
+        found = [
+            *({"tag": name, "incomplete": problem} for name, problem in without_checkpoint(path).items()),
+            *found,
         ]
         latest = (path / LATEST).read_text(encoding="utf-8").strip() if (path / LATEST).is_file() else None
     if inner:
@@ -122,6 +127,9 @@ def list_(folder: str, as_json: bool) -> None:
     rows = []
     for each in found:
         mark = "latest" if each["latest"] else ""
+        if "stage" not in each and "problem" not in each:
+            rows.append((each["tag"], _incomplete(each["incomplete"]), "", "", "", "", ""))
+            continue
         if "problem" in each:
             rows.append(
                 (each["tag"], mark, "", "damaged: " + each["problem"].rpartition(": ")[2], "", "", "")

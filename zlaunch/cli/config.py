@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,17 @@ def check(file: str, world_size: int | None) -> None:
     if wrong := fits_no_world(loaded):
         click.echo(f"{loaded.origin}: {wrong}", err=True)
         sys.exit(2)
-    if left := open_values(loaded):
+    is_plain = _is_plain_json(file)
+    left = open_values(loaded)
+    if left and not is_plain:
+        keys = ", ".join(left)
+        click.echo(
+            f'{loaded.origin}: {keys}: "auto" is for the Hugging Face Trainer and accelerate, which read '
+            "plain JSON: remove comments and trailing commas, or set values",
+            err=True,
+        )
+        sys.exit(2)
+    if left:
         keys = ", ".join(f"{key} to {value}" for key, value in left.items())
         by = "for the Hugging Face Trainer and accelerate, which fill in"
         click.echo(f'{loaded.origin}: ok {by} "auto"; for your own loop, set {keys}')
@@ -55,9 +65,27 @@ def check(file: str, world_size: int | None) -> None:
     if not has_size and loaded.auto.isdisjoint(_BATCH[:2]):
         sizes = " or ".join(_BATCH[:2])
         click.echo(f"{loaded.origin}: no batch size is set: the script has to give {sizes}")
-    if not _is_plain_json(file):
+    for path, text in _numbers_as_text(loaded.raw, loaded.config):
+        why = f'the Hugging Face Trainer compares it with its arguments as text: write {text}, not "{text}"'
+        click.echo(f"warning: {loaded.origin}: {path}: {why}", err=True)
+    if not is_plain:
         why = "transformers and accelerate read plain JSON: no comments, trailing commas or YAML"
         click.echo(f"{loaded.origin}: not for the Hugging Face Trainer and accelerate: {why}")
+
+
+def _numbers_as_text(raw: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield path and text of each number that a config has in quotes, which DeepSpeed and zlaunch accept."""
+    for key, value in raw.items():
+        known = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+        if isinstance(value, Mapping):
+            yield from _numbers_as_text(value, known, f"{prefix}{key}.")
+        elif (
+            isinstance(value, str)
+            and value != "auto"
+            and isinstance(known, (int, float))
+            and not isinstance(known, bool)
+        ):
+            yield f"{prefix}{key}", value
 
 
 def _is_plain_json(file: str) -> bool:

@@ -411,6 +411,9 @@ def estimate(
             raise click.UsageError(f"--for fits needs the activations: {_MISSING}")
         if host_mem is None:
             click.echo("zlaunch estimate: host memory was not checked: give --host_mem", err=True)
+        if shape is None:
+            larger = "zlaunch init finds the largest that fits"
+            click.echo(f"zlaunch estimate: for --micro_batch {micro_batch}; {larger}", err=True)
         best = choices.fastest_that_fits(found, machines)
         if best is None:
             narrows = ESTIMATED[optimizer].has_kernel

@@ -312,7 +312,7 @@ def _note_refusal(launch: Launch, error: NodeError) -> None:
 
 def _show(chosen: Chosen) -> None:
     """Print the plan. Raises click.UsageError."""
-    from zlaunch.plan.checks import find_mesh
+    from zlaunch.plan.checks import find_mesh, names_no_config
 
     launcher = chosen.launcher
     launch = launcher.launch
@@ -331,6 +331,12 @@ def _show(chosen: Chosen) -> None:
     if launcher.spans_nodes:
         note = "addresses, interfaces, cores and GPUs are filled in when the nodes have answered"
         print(f"zlaunch: {note}", file=sys.stderr)
+    is_python = launch.program.mode != "exec"
+    if is_python and names_no_config(
+        launch.checked_command, module=launch.program.mode == "module", folder=launch.other_folder
+    ):
+        note = "no config among the script's arguments, so none was checked"
+        print(f"zlaunch: {note}. If the script names one, run: zlaunch config check FILE", file=sys.stderr)
     for warning in chosen.warnings:  # in a run rank 0 says them
         print(f"zlaunch: warning: {warning}", file=sys.stderr)
 

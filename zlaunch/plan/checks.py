@@ -261,6 +261,16 @@ def check_configs(
     return found
 
 
+def names_no_config(command: Sequence[str], *, module: bool, folder: str | None) -> bool:
+    """Tell whether a script of a library that reads configs has none among its arguments: it may name one
+    itself, which :func:`check_configs` does not see.
+    """
+    script = command[0] if module else os.path.join(folder or "", command[0])
+    if any(config_arguments(command[1:])) or not os.path.exists(script):
+        return False
+    return bool(_imported(script, module=module) & _CONFIG_USERS)
+
+
 def _check_config(
     option: str, path: str, surely_ours: bool, world_sizes: Sequence[int], is_used: bool
 ) -> tuple[str, ...]:

@@ -184,6 +184,11 @@ _HINTS = (
         "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it",
     ),
     (
+        r"FileNotFoundError: .*checkpoint-\d+/trainer_state\.json",
+        "this checkpoint-N is incomplete: a worker was killed while it saved. To resume from the newest "
+        "complete one, call trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))",
+    ),
+    (
         r"gloo.*op\.preamble\.length <= op\.nbytes",
         "the ranks called different collectives, or passed tensors of different sizes. Every rank must make "
         "the same calls in the same order: look for a call under `if rank == 0`, and for shapes or dtypes "

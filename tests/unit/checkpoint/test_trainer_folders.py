@@ -97,6 +97,25 @@ def test_what_save_model_leaves_in_the_output_dir_is_one_of_them(
     assert capsys.readouterr().out.count("whole") == 5
 
 
+def test_one_that_was_cut_off_in_the_engine_s_save_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kill -9` in the middle of the save leaves the hidden folder that it writes into."""
+    out = tmp_path / "out"
+    lay_out(out, 100)
+    (out / "checkpoint-200" / ".global_step200.host-1-2-3.tmp").mkdir(parents=True)
+    assert main(["checkpoint", "ls", str(out)]) == 0
+    first, second = (row for row in capsys.readouterr().out.splitlines() if "checkpoint-" in row)
+    assert "checkpoint-200" in first and "incomplete (no trainer_state.json)" in first
+    assert "checkpoint-100" in second and "latest" in second
+    assert main(["checkpoint", "ls", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {
+        "tag": "checkpoint-200",
+        "incomplete": "no trainer_state.json",
+        "latest": False,
+    }
+
+
 def test_an_incomplete_one_is_marked_and_the_newest_complete_one_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

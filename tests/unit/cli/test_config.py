@@ -93,6 +93,32 @@ def test_check_says_what_other_readers_do_not_take(tmp_path: Path, text: str, is
     ] * (not is_plain)
 
 
+def test_check_refuses_auto_where_the_trainer_cannot_read_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_clipping": "auto"}  // mine', encoding="utf-8")
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert done.exit_code == 2
+    assert "ok" not in done.output and "plain JSON: remove comments" in done.output
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "warns"),
+    [
+        ("gradient_clipping", "1.0", True),
+        ("gradient_clipping", 1.0, False),
+        ("gradient_clipping", "auto", False),
+        ("optimizer", {"type": "AdamW", "params": {"lr": "1e-3"}}, True),
+    ],
+)
+def test_check_warns_of_numbers_in_quotes(tmp_path: Path, key: str, value: Any, warns: bool) -> None:
+    """zlaunch and DeepSpeed take them; the Trainer says that 1.0 is not 1.0."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 1, key: value}), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert done.exit_code == 0
+    assert ("compares it with its arguments as text" in done.output) == warns
+
+
 def test_check_says_that_no_batch_size_is_set(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     for text, is_told in (

@@ -134,6 +134,15 @@ def test_what_others_fill_in_is_left_open(launch: Launch) -> None:
     assert launch("--deepspeed", "ds.json", files={"ds.json": {"zero_optimization": True}}) == (0, "")
 
 
+@pytest.mark.parametrize("user", USERS)
+def test_the_plan_says_that_no_config_was_checked(launch: Launch, user: str) -> None:
+    """The script may name one itself, as TrainingArguments(deepspeed="ds.json") does."""
+    note = "no config among the script's arguments, so none was checked"
+    assert note in launch(imports=user)[1]
+    assert note not in launch("--deepspeed", "ds.json", imports=user, files={"ds.json": GOOD})[1]
+    assert note not in launch(imports="json")[1]
+
+
 def test_warnings_belong_to_the_plan(launch: Launch) -> None:
     code, said = launch("--config", "ds.json", files={"ds.json": {**GOOD, "_note": 1}})
     assert (code, said) == (0, "zlaunch: warning: ds.json: _note: unknown key, ignored\n")

@@ -104,6 +104,12 @@ def test_report_hints_at_no_local_rank() -> None:
     assert "--no_local_rank" not in report(Failure(0, "h", 0, "exit", 2), ["local_rank 0: Error"], "log")
 
 
+def test_report_hints_at_an_incomplete_checkpoint_of_a_trainer() -> None:
+    line = "FileNotFoundError: [Errno 2] No such file or directory: 'out/checkpoint-300/trainer_state.json'"
+    text = report(Failure(0, "localhost", 0.0, "exception", 1, exception=line), [line], "log")
+    assert "hint: this checkpoint-N is incomplete" in text and "zlaunch.resume_dir(output_dir)" in text
+
+
 def test_report_hints_at_different_collectives() -> None:
     gloo = (
         "[enforce fail at /x/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8."
