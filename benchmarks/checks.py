@@ -59,7 +59,7 @@ def measure(stage: int, size: Size, rounds: int, *, bf16: bool) -> dict[str, flo
     def checks() -> None:
         engine.handles.take_unfrozen()
         engine.handles.check()
-        engine.handles.bring_writes()
+        engine.handles.sync_to_masters()
 
     step()
     whole, part = median_seconds(step, rounds), median_seconds(checks, 20 * rounds)

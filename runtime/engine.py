@@ -583,9 +583,9 @@ class Engine(nn.Module):
                 divisor=divisor,
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
-                beside=self._losses.numbers(),
+                extra_stats=self._losses.numbers(),
             )
-        self._losses.take(result.beside)
+        self._losses.take(result.extra_stats)
         self._result = result
         self.accumulated = 0  # here: what follows may raise, and the step is made
         self._counted = 0
@@ -701,22 +701,22 @@ class Engine(nn.Module):
         self._resolve_last_step()
         self.checkpoints.check()
         self.handles.check()
-        self.handles.bring_writes()
-        self._agree("engine.save_checkpoint()")
+        self.handles.sync_to_masters()
+        self._sync_replicas("engine.save_checkpoint()")
 
-    def _agree(self, call: str, *, keeps_writes: bool = True) -> None:
+    def _sync_replicas(self, call: str, *, keeps_writes: bool = True) -> None:
         """Give all ranks the same weights and moments for a ``call``, if their optimizer lets each make steps
         of its own (0/1 Adam). Collective. Raises OptimizerError where ``keeps_writes`` and the script has
-        changed them meanwhile, OffloadedError where states are away.
+        changed them meanwhile, OffloadedError where states are offloaded.
         """
-        if self._shard_step is None or not self._method.are_apart:
+        if self._shard_step is None or not self._method.replicas_diverged:
             return
         self._guard(call)
         self._resolve_last_step()
         if keeps_writes:
             self.handles.check()
-            self.handles.bring_writes()
-        self._shard_step.agree(keeps_writes=keeps_writes)
+            self.handles.sync_to_masters()
+        self._shard_step.sync_replicas(keeps_writes=keeps_writes)
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a background save to end. Collective. Raises its error, such as CheckpointError."""
@@ -755,7 +755,8 @@ class Engine(nn.Module):
         incomplete or of another model.
         """
         self._schedule.restart_data()
-        self._agree("engine.load_checkpoint()", keeps_writes=False)  # what the checkpoint lacks is kept
+        # What the checkpoint lacks is kept.
+        self._sync_replicas("engine.load_checkpoint()", keeps_writes=False)
         self._method.begin_load()
         path = None
         try:
@@ -788,7 +789,7 @@ class Engine(nn.Module):
         """
         self._guard("engine.save_16bit_model()", VALUES)
         self._method.before_save()
-        self._agree("engine.save_16bit_model()")
+        self._sync_replicas("engine.save_16bit_model()")
         self.handles.check()
         self.checkpoints.save_weights(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -869,7 +870,7 @@ class Engine(nn.Module):
         try:
             # where an exception is ending the run, the others may not be there: ranks keep what they have
             if sys.exc_info()[0] is None:
-                self._agree("engine.destroy()", keeps_writes=False)
+                self._sync_replicas("engine.destroy()", keeps_writes=False)
         finally:
             self._close()
 

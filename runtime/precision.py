@@ -36,12 +36,12 @@ class StepResult:
         stop: float | Tensor,
         differs: bool | Tensor = False,
         *,
-        beside: Sequence[float] | Tensor,
+        extra_stats: Sequence[float] | Tensor,
     ) -> None:
         self._facts = (norm, skipped, stop, differs)
-        self.beside = beside
-        """Holds the sums over the ranks of what the step was given beside its own numbers, on the device if
-        the host has not waited for the step's.
+        self.extra_stats = extra_stats
+        """Sums of the step's extra statistics over the ranks, on the device if the host has not waited for
+        the step.
         """
         self._values: tuple[float, ...] | None = None
         self._host: Tensor | None = None

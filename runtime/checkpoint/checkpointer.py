@@ -32,10 +32,10 @@ from .load import (
     OF_SCHEDULES,
     check_fits,
     choose_target,
-    come_to_rest,
     decoded,
     groups_of,
     open_chosen,
+    quiesce,
     restore_shards,
     with_advice,
 )
@@ -364,7 +364,7 @@ class Checkpointer:
             self._check_schedule(checkpoint, schedule)
             step = self._shard_step if with_optimizer else None
             check_fits(checkpoint, self._sharded, step, strict=strict)
-            come_to_rest(self._sharded, self._shard_step)
+            quiesce(self._sharded, self._shard_step)
             # Read before the load replaces them.
             given = self._base_rates()
             # Set before the first value changes and cleared after the last one: whatever ends the load in
@@ -377,7 +377,7 @@ class Checkpointer:
                 raise
             self._half_loaded = ""
             if with_run:
-                self._go_on_from(facts, schedule)
+                self._restore_training_state(facts, schedule)
                 # `folder` may be one checkpoint itself. A save that a signal asks for must not go into that.
                 if checkpoint.folder.parent == folder:
                     self._folder = folder
@@ -490,7 +490,7 @@ class Checkpointer:
             )
             return
 
-    def _go_on_from(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
+    def _restore_training_state(self, facts: Mapping[str, Any], schedule: Mapping[str, Any] | None) -> None:
         """Restore counters, loss scale, schedule, data loader and random generators."""
         run = self._run
         run.restore_counters(facts["engine"])

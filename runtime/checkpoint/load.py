@@ -403,7 +403,7 @@ def check_fits(
         )
 
 
-def come_to_rest(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
+def quiesce(sharded: ShardedModel, step: ShardedOptimizer | None) -> None:
     """Return when no step, gather or gradient is under way. Collective."""
     if step is not None:
         step.wait()

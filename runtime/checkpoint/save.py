@@ -366,7 +366,7 @@ def _owned(unit: Unit, comm: Comm, target: SaveTarget) -> tuple[int, int]:
     # of a pipeline's unit, other stages may have some parameters
     here = next((index for index, shape in enumerate(unit.shapes) if shape.numel()), 0)
     spec = spec_of(unit.parameters[here])
-    in_axis = comm.holders_of(unit.parameters[here])[2]
+    in_axis = comm.find_shard_link(unit.parameters[here])[2]
     copies = in_axis * (unit.data.size // shards)
     if copies == 1:
         return low, high

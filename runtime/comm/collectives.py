@@ -198,12 +198,12 @@ class Comm:
         """Lists the process groups that end with this object."""
         self.axes: dict[str, Any] = {}
         """Holds the ``Axis`` of each axis with several ranks by name; they end with this object."""
-        self.computes_since: Callable[[], int] = lambda: 0
+        self.current_pass_id: Callable[[], int] = lambda: 0
         """Tells when the engine's pass that is going on began, counted over all engines; 0 without a pass."""
         self.batches: list[SharedBatch] = []
         """Lists what the ranks of an axis have to have been given alike before a step."""
         self.activations: Any = None
-        """Keeps what the room of that name has settled for this engine."""
+        """Settings of activation checkpointing, set by ``runtime/activation/checkpointing.py``."""
         self._world = RankLink(device, self.world_size, self.rank, dist.group.WORLD, dist.group.WORLD)
         self.data = self._world
         """Joins the ranks whose gradients are averaged: all of them, unless some share each layer."""
@@ -248,9 +248,9 @@ class Comm:
         self._subjects.append(_subject_of(name))
         return len(self._labels) - 1
 
-    def holders_of(self, parameter: Tensor) -> tuple[RankLink, RankLink, int]:
-        """Return the ranks that a parameter is sharded over, all that have this part of it and other samples,
-        and how many ranks that share layers have this part.
+    def find_shard_link(self, parameter: Tensor) -> tuple[RankLink, RankLink, int]:
+        """Return the link that shards this parameter, the link that averages its gradients, and its number of
+        replicas in the tensor-parallel group.
         """
         spec = spec_of(parameter)
         others = self.experts if getattr(spec, "of_experts", False) else None
@@ -339,7 +339,7 @@ class Comm:
         return self._links.get(label, self.link).all_gather(full, source, label, note, rounded)
 
     def observe(self, kind: str, nbytes: int, start: Callable[[], Pending]) -> Pending:
-        """Start a collective that another room makes, by ``start``; a subclass may look at it."""
+        """Start a collective of another module by ``start()``. A subclass may log it."""
         return start()
 
     def drain(self) -> bool:

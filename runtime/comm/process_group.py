@@ -30,7 +30,7 @@ def running_comm() -> Any:
     """Return the communicator of the engine whose forward or backward pass is going on: of several passes,
     one inside the other, the innermost. None outside of all passes.
     """
-    since = {comm: comm.computes_since() for comm in open_comms}
+    since = {comm: comm.current_pass_id() for comm in open_comms}
     running = [comm for comm, began in since.items() if began]
     return max(running, key=lambda comm: since[comm], default=None)
 

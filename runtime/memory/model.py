@@ -268,7 +268,7 @@ def described(error: BaseException) -> str:
 Blocks = list[list[nn.Parameter]]
 
 
-class _OneOfSeveral(TensorAxis):
+class _OneRankAxis(TensorAxis):
     """Stands for the ranks that share each layer, where there is one alone: tensors have the sizes that they
     would have, and other values.
     """
@@ -326,7 +326,7 @@ def _cut(model: nn.Module, mesh: MeshShape, *, with_experts: bool) -> set[int]:
     ids of the parameters of experts.
     """
     comm: Any = SimpleNamespace(mesh=mesh, rank=0, experts=with_experts)
-    work = Decision(model, find_plan(model, None) if mesh.tensor > 1 else {}, _OneOfSeveral(comm))
+    work = Decision(model, find_plan(model, None) if mesh.tensor > 1 else {}, _OneRankAxis(comm))
     work.decide()
     if with_experts:
         work.decide_on_experts(Axis(comm, "expert"), None)

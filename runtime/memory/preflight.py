@@ -110,7 +110,7 @@ def preflight(
         experts=sum(
             placeholder.shape_of(p).numel()
             for p in parameters
-            if p.requires_grad and comm.holders_of(p)[0] is comm.experts
+            if p.requires_grad and comm.find_shard_link(p)[0] is comm.experts
         ),
         expert_shards=comm.experts.size if comm.experts is not None else 1,
         frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),

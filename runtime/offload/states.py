@@ -19,7 +19,16 @@ from ..errors import OffloadedError
 from ..host_memory import PINNED_SHARE, host_bytes
 from ..optim.step import ShardedOptimizer
 from ..zero.hooks import ShardedModel
-from ..zero.placeholder import BUFFERS, GRADIENTS, MASTERS, OPTIMIZER, STATES, VALUES, UnitState, check_here
+from ..zero.placeholder import (
+    BUFFERS,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    STATES,
+    VALUES,
+    UnitState,
+    check_on_device,
+)
 from .transfer import HostLink
 
 _LET_GO_S = 0.2
@@ -73,31 +82,31 @@ class StateMover:
         self._step = step
         self._zero = config.zero_optimization
         self._device = sharded.comm.device
-        self.away: set[str] = set()
+        self.offloaded_states: set[str] = set()
         """Names the states that are off the device."""
         self._moved: dict[int, _Moved] = {}
         self._links: dict[bool, HostLink] = {}
 
     def check(self, what: str, *needed: str) -> None:
         """Raise OffloadedError if a state that ``what`` needs (any, where none is named) is moved."""
-        if self.away:
-            check_here(self.away, needed or STATES, what)
+        if self.offloaded_states:
+            check_on_device(self.offloaded_states, needed or STATES, what)
 
     def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None:
         """Move the states that ``include`` names, all for None, except those that are off the device already;
         see ``Engine.offload_states``.
         """
-        names = _names(include) - self.away
+        names = _names(include) - self.offloaded_states
         self._check_allowed(device)
         if not names:
             return
         self._end_passes()
-        away = self.away | names
+        offloaded = self.offloaded_states | names
         link = self._link(pin)
         chosen = [
             piece
             for key, piece in self._pieces().items()
-            if key not in self._moved and piece.storage.nbytes() and piece.names <= away
+            if key not in self._moved and piece.storage.nbytes() and piece.names <= offloaded
         ]
         # A view in the script would read released memory, which crashes a process on the CPU.
         kept = _still_viewed(chosen)
@@ -107,10 +116,10 @@ class StateMover:
         for unit in self._sharded.units:
             # Before the memory goes: from here on, each access is refused instead of reading what is
             # released.
-            unit.away = frozenset(away)
+            unit.offloaded_states = frozenset(offloaded)
             if VALUES in names and not unit.shard_params:
                 unit.hide()
-        self.away = away
+        self.offloaded_states = offloaded
         if not non_blocking:
             for each in moved:
                 each.copied.wait()
@@ -132,7 +141,7 @@ class StateMover:
         Raises torch.OutOfMemoryError where the device lacks memory; what has come back stays, and a further
         call brings the remaining states.
         """
-        if not self.away:
+        if not self.offloaded_states:
             return
         coming: list[tuple[_Moved, Pending]] = []
         try:
@@ -161,9 +170,9 @@ class StateMover:
                     arrival.synchronize()
                 if moved.buffer is not None:
                     moved.link.give_back(moved.buffer)
-        self.away = set()
+        self.offloaded_states = set()
         for unit in self._sharded.units:
-            unit.away = frozenset()
+            unit.offloaded_states = frozenset()
             if unit.state is UnitState.AWAY:
                 unit.show()
         if self._device.type == "cpu":  # nothing is gained by keeping it

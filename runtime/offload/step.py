@@ -164,7 +164,7 @@ class BackgroundStep(StepMethod):
         """Tell whether ``unit`` is off the device."""
         return unit.store is None or not unit.store.on_device
 
-    def brings(self, unit: Unit) -> bool:
+    def handles_refresh(self, unit: Unit) -> bool:
         """Tell whether the new values of ``unit`` come without a refresh by the caller."""
         return self._background and self.takes(unit)
 

@@ -217,7 +217,7 @@ class HostStore(ShardStore):
         self._arrival: Pending = DONE
         self._source: Tensor | None = None
         self._squares: list[Tensor] | None = None
-        self._rest = torch.float32
+        self._accumulation_dtype = torch.float32
 
     # -- tiles
 
@@ -246,10 +246,10 @@ class HostStore(ShardStore):
 
     # -- gradient
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, accumulation_dtype: torch.dtype) -> Tensor:
         """Return memory on the device."""
         assert self.master is not None
-        self._rest = rest
+        self._accumulation_dtype = accumulation_dtype
         return torch.empty(self.master.numel(), dtype=dtype, device=self._link.device)
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
@@ -279,7 +279,7 @@ class HostStore(ShardStore):
         there = torch.empty_like(self._home, device=shard.device)
         # The former sum may still be on its way to the host, from which this copies it back.
         self._link.upload(self._home, there, self._link.mark(), self._arrival.event).wait()
-        return there.to(self._rest).add_(shard)
+        return there.to(self._accumulation_dtype).add_(shard)
 
     def grad(self) -> Tensor:
         """Return the gradient, once it has arrived: fp32, or the dtype it was reduced in."""
@@ -473,7 +473,7 @@ class DiskStore(ShardStore):
 
     # -- gradient
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, accumulation_dtype: torch.dtype) -> Tensor:
         """Return memory on the device."""
         return torch.empty(self._numel, dtype=dtype, device=self._link.device)
 

@@ -123,7 +123,7 @@ class BackwardStep(StepMethod):
         for unit in self.units:
             if not unit.shard_params:
                 unit.wait_unsharded()
-                unit.writes.bring()
+                unit.writes.sync_to_masters()
         divisor = self._divisor_now()
         assert divisor is not None
         self._divisor = float(divisor())
@@ -200,7 +200,7 @@ class BackwardStep(StepMethod):
         """Step slices of a unit, and release its gradient."""
         store = unit.store
         assert store is not None and store.on_device
-        narrow = store.narrow_copy
+        narrow = store.compute_copy
         updates = []
         for part in slices:
             assert part.leaf is not None

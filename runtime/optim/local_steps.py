@@ -14,7 +14,7 @@ from ..errors import OptimizerError
 from ..zero.store import Access, OpenTile, TileView, open_all
 from ..zero.unit import Unit
 from .collective import ParameterPart, by_group, cache_sized, each_tile
-from .sign_exchange import Average, SignExchange, UnitTurn, clear_without_variance
+from .sign_exchange import Average, OneBitUnitStep, SignExchange, clear_without_variance
 from .update_rule import State
 
 Publish = Callable[[OpenTile, TileView], None]
@@ -41,8 +41,8 @@ class LocalSteps:
         """Keeps what this rank's signs of a unit have lost."""
 
     @property
-    def are_apart(self) -> bool:
-        """Tell whether ranks have weights of their own."""
+    def replicas_diverged(self) -> bool:
+        """Return whether replicas differ between ranks: a local step was made since the last average."""
         return bool(self._gone)
 
     def forget_errors(self) -> None:
@@ -57,23 +57,23 @@ class LocalSteps:
         for at in [at for at in self._rates if at[0] not in units]:
             del self._rates[at]
 
-    def refuse_writes(self, turns: Sequence[UnitTurn]) -> None:
+    def refuse_writes(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
         """Raise OptimizerError where the script has changed weights that ranks have of their own, on any of
         them. Collective: a rank that raised alone would leave the others waiting for it where they meet.
         """
-        names = [name for turn in turns for name in turn.unit.names]
+        names = [name for unit_step in unit_steps for name in unit_step.unit.names]
         counts = torch.zeros(len(names), dtype=torch.float64, device=self._comm.device)
         """Counts, for each parameter, its parts that were changed."""
-        starts = itertools.accumulate((len(turn.unit.names) for turn in turns), initial=0)
-        for turn, start in zip(turns, starts, strict=False):
-            if (found := self._gone.get(turn.unit)) is None:
+        starts = itertools.accumulate((len(unit_step.unit.names) for unit_step in unit_steps), initial=0)
+        for unit_step, start in zip(unit_steps, starts, strict=False):
+            if (found := self._gone.get(unit_step.unit)) is None:
                 continue
-            assert turn.unit.store is not None
-            with open_all(turn.unit.store, Access.READ) as tiles:
+            assert unit_step.unit.store is not None
+            with open_all(unit_step.unit.store, Access.READ) as tiles:
                 for _, _, view in tiles:
-                    for index, every in by_group(_with_moments(turn, view)).items():
+                    for index, every in by_group(_with_moments(unit_step, view)).items():
                         for own in cache_sized(every, view.master.device):
-                            _, _, roots = _moments(own, view, turn.state, turn.groups[index])
+                            _, _, roots = _moments(own, view, unit_step.state, unit_step.groups[index])
                             wanted = _placed(_of(own, found[0]), _of(own, found[1]), roots)
                             values = [part.of(view, view.master) for part in own]
                             for part, a, b in zip(own, values, wanted, strict=True):
@@ -88,16 +88,16 @@ class LocalSteps:
                 "1, or change them right after engine.save_checkpoint()"
             )
 
-    def step(self, turn: UnitTurn, gradient: Tensor, scale: float, publish: Publish) -> None:
+    def step(self, unit_step: OneBitUnitStep, gradient: Tensor, scale: float, publish: Publish) -> None:
         """Step a unit's parts by ``scale`` times this rank's ``gradient`` (flat, of the unit's size)."""
-        origin, moved = self._start(turn)
-        for inside, tile, view in each_tile(turn.work):
+        origin, moved = self._start(unit_step)
+        for inside, tile, view in each_tile(unit_step.work):
             for index, every in by_group(inside).items():
-                group = turn.groups[index]
+                group = unit_step.groups[index]
                 rate = float(group["lr"])
                 beta1 = float(group["betas"][0])
                 for own in cache_sized(every, view.master.device):
-                    first, second, roots = _moments(own, view, turn.state, group)
+                    first, second, roots = _moments(own, view, unit_step.state, group)
                     grads = [part.to(moved.dtype) for part in _of(own, gradient)]
                     torch._foreach_mul_(first, beta1)
                     torch._foreach_add_(first, grads, alpha=(1 - beta1) * scale)
@@ -110,42 +110,42 @@ class LocalSteps:
                     values = [part.of(view, view.master) for part in own]
                     torch._foreach_copy_(values, _placed(origins, gone, roots))
             publish(tile, view)
-        self._count(turn)
+        self._count(unit_step)
 
-    def _count(self, turn: UnitTurn) -> None:
+    def _count(self, unit_step: OneBitUnitStep) -> None:
         """Note by which rates a unit's parameters were stepped; momentum without a gradient decays."""
-        for part in turn.parts:
-            group = turn.groups[part.group]
+        for part in unit_step.parts:
+            group = unit_step.groups[part.group]
             if part.slice.used:
-                at = turn.unit, part.index
+                at = unit_step.unit, part.index
                 self._rates[at] = self._rates.get(at, 0.0) + float(group["lr"])
-            elif part.slice.leaf is not None and "exp_avg" in turn.state.get(part.slice.leaf, {}):
-                part.inside(turn.state[part.slice.leaf]["exp_avg"]).mul_(float(group["betas"][0]))
+            elif part.slice.leaf is not None and "exp_avg" in unit_step.state.get(part.slice.leaf, {}):
+                part.inside(unit_step.state[part.slice.leaf]["exp_avg"]).mul_(float(group["betas"][0]))
 
-    def begin(self, turn: UnitTurn) -> Average:
+    def begin(self, unit_step: OneBitUnitStep) -> Average:
         """Begin to average a unit's ``u`` over the ranks. Collective."""
-        _, moved = self._start(turn)
-        lost = self._lost.get(turn.unit)
+        _, moved = self._start(unit_step)
+        lost = self._lost.get(unit_step.unit)
         if lost is None:
-            lost = self._lost[turn.unit] = torch.zeros_like(moved)
-        for start, stop in turn.unit.layout.gaps():
+            lost = self._lost[unit_step.unit] = torch.zeros_like(moved)
+        for start, stop in unit_step.unit.layout.gaps():
             # See Note [Gaps are zero] in zero/layout.py: compress() leaves the loss of 0, which it takes for
             # positive.
             lost[start:stop].zero_()
-        return self._exchange.begin(turn.unit, lost, moved, alpha=1.0)
+        return self._exchange.begin(unit_step.unit, lost, moved, alpha=1.0)
 
-    def meet(self, turn: UnitTurn, publish: Publish) -> None:
-        """Take the average of ``u``, which is in ``turn.averaged``: all ranks have the same weights then."""
-        assert turn.averaged is not None and turn.unit.store is not None
-        origin, _ = self._gone.pop(turn.unit)
-        with open_all(turn.unit.store, Access.MASTER) as tiles:
+    def apply_average(self, unit_step: OneBitUnitStep, publish: Publish) -> None:
+        """Apply the average of ``u``, in ``unit_step.averaged``. Then all ranks have the same weights."""
+        assert unit_step.averaged is not None and unit_step.unit.store is not None
+        origin, _ = self._gone.pop(unit_step.unit)
+        with open_all(unit_step.unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
-                for index, every in by_group(_with_moments(turn, view)).items():
-                    rates = {part.index: self._rates.get((turn.unit, part.index)) for part in every}
+                for index, every in by_group(_with_moments(unit_step, view)).items():
+                    rates = {part.index: self._rates.get((unit_step.unit, part.index)) for part in every}
                     gone = [part for part in every if rates[part.index]]
                     for own in cache_sized(gone, view.master.device):
-                        first, second, roots = _moments(own, view, turn.state, turn.groups[index])
-                        mean = _of(own, turn.averaged)
+                        first, second, roots = _moments(own, view, unit_step.state, unit_step.groups[index])
+                        mean = _of(own, unit_step.averaged)
                         clear_without_variance(mean, second)
                         values = [part.of(view, view.master) for part in own]
                         torch._foreach_copy_(values, _placed(_of(own, origin), mean, roots))
@@ -154,17 +154,17 @@ class LocalSteps:
                         torch._foreach_copy_(first, mean)
                     for part in (part for part in every if rates[part.index] == 0.0):
                         # with a rate of 0 nobody has gone anywhere, but gradients have come into the momentum
-                        own_moment = part.states(view, turn.state, _NAMES)["exp_avg"]
+                        own_moment = part.states(view, unit_step.state, _NAMES)["exp_avg"]
                         self._exchange.add_up(own_moment)
                         own_moment.div_(self._exchange.size)
                 publish(tile, view)
-        for at in [at for at in self._rates if at[0] is turn.unit]:
+        for at in [at for at in self._rates if at[0] is unit_step.unit]:
             del self._rates[at]
 
-    def _start(self, turn: UnitTurn) -> tuple[Tensor, Tensor]:
+    def _start(self, unit_step: OneBitUnitStep) -> tuple[Tensor, Tensor]:
         """Return a unit's ``z`` and ``u``, which begin with the weights that all ranks have."""
-        unit = turn.unit
-        found = self._gone.get(turn.unit)
+        unit = unit_step.unit
+        found = self._gone.get(unit_step.unit)
         if found is not None:
             return found
         assert unit.store is not None and is_whole(unit)
@@ -194,12 +194,12 @@ def refuse_local_steps(most: int, reasons: Mapping[str, bool]) -> None:
             )
 
 
-def _with_moments(turn: UnitTurn, view: TileView) -> list[ParameterPart]:
+def _with_moments(unit_step: OneBitUnitStep, view: TileView) -> list[ParameterPart]:
     """List a unit's parts in a tile that have been trained."""
-    state = turn.state
+    state = unit_step.state
     return [
         part
-        for part in turn.parts
+        for part in unit_step.parts
         if part.is_in(view) and part.slice.leaf is not None and "exp_avg_sq" in state.get(part.slice.leaf, {})
     ]
 

@@ -21,7 +21,7 @@ from ..zero.unit import Unit
 from .collective import CollectiveStep, ParameterPart, by_group, cache_sized, each_tile, parts_of, work_on
 from .lamb import Norms, check_rates, trust_ratio
 from .local_steps import LocalSteps, is_whole, refuse_local_steps
-from .sign_exchange import Average, SignExchange, UnitTurn
+from .sign_exchange import Average, OneBitUnitStep, SignExchange
 from .slices import ShardSlice
 from .update_rule import State, UpdateRule
 
@@ -275,7 +275,7 @@ class OneBitStep(CollectiveStep):
         """Return the sums of squares of this rank's gradients where they are not reduced, so that the norm is
         the root of the mean of all ranks' squares; it is at least the norm of their average.
         """
-        if not self.units or not self._reducer.local:
+        if not self.units or not self._reducer.skips_reduction:
             return []
         size = self.comm.world_size
         found = squares_of([self._reducer.whole_gradient(unit) for unit in self.units])
@@ -298,7 +298,7 @@ class OneBitStep(CollectiveStep):
         following = _following(groups[0])
         # The step has not begun, so its count is one more than the groups have.
         is_frozen = following["step_count"] > following["freeze_step"]
-        learns = not is_frozen and (self.wants_dense(following) or not self._reducer.local)
+        learns = not is_frozen and (self.wants_dense(following) or not self._reducer.skips_reduction)
         flags = iter(used)
         for unit in self.units:
             trained = self._trained[unit]
@@ -343,26 +343,26 @@ class OneBitStep(CollectiveStep):
         first = groups[0]
         reducer = self._reducer
         frozen = first["step_count"] > first["freeze_step"]
-        if reducer.local and self.wants_dense(first):
+        if reducer.skips_reduction and self.wants_dense(first):
             self._reduce()  # a load has brought the state of an earlier step
-            reducer.local = False
+            reducer.skips_reduction = False
         self.keep_only(set(self.units))
         # Errors of gradients are not errors of momentum: see Note [Error feedback] in sign_exchange.py.
-        of_momentum = reducer.local and frozen
+        of_momentum = reducer.skips_reduction and frozen
         if of_momentum is not self._of_momentum:
             self.forget_errors()
             self._of_momentum = of_momentum
-        turns = self.turns(groups, parts, state, divisor=float(rule.divisor), frozen=frozen)
-        if reducer.local:
-            self.step_apart(turns)
+        unit_steps = self.unit_steps(groups, parts, state, divisor=float(rule.divisor), frozen=frozen)
+        if reducer.skips_reduction:
+            self.step_apart(unit_steps)
         else:
-            self.step_together(turns)
+            self.step_together(unit_steps)
         self.plan_next(groups)
         # Decided now, because the reducer asks during the next backward pass. Every rank decides alike, by
         # the groups' counters.
-        reducer.local = not self.wants_dense(_following(first))
+        reducer.skips_reduction = not self.wants_dense(_following(first))
 
-    def turns(
+    def unit_steps(
         self,
         groups: Sequence[dict[str, Any]],
         parts: Sequence[ParameterPart],
@@ -370,27 +370,27 @@ class OneBitStep(CollectiveStep):
         *,
         divisor: float,
         frozen: bool,
-    ) -> list[UnitTurn]:
+    ) -> list[OneBitUnitStep]:
         """Describe a step of all units."""
         by_unit: dict[int, list[ParameterPart]] = {id(unit): [] for unit in self.units}
         for part in parts:
             by_unit[id(part.unit)].append(part)
         return [
-            UnitTurn(unit, own, work_on(own), groups, divisor, state, frozen)
+            OneBitUnitStep(unit, own, work_on(own), groups, divisor, state, frozen)
             for unit, own in ((unit, by_unit[id(unit)]) for unit in self.units)
         ]
 
-    def step_together(self, turns: Sequence[UnitTurn]) -> None:
+    def step_together(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
         """Update all units by averaged gradients."""
-        for turn in turns:
-            self.step_unit(turn)
+        for unit_step in unit_steps:
+            self.step_unit(unit_step)
 
-    def step_apart(self, turns: Sequence[UnitTurn]) -> None:
+    def step_apart(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
         """Update all units where each rank has gradients of its own. Collective."""
-        for turn in self.averaged(turns, self._begin):
-            self.step_unit(turn)
+        for unit_step in self.averaged(unit_steps, self._begin):
+            self.step_unit(unit_step)
         # `_kept` has this share of the last momentum until the next exchange.
-        self._beta1 = float(turns[0].groups[0]["betas"][0])
+        self._beta1 = float(unit_steps[0].groups[0]["betas"][0])
 
     def wants_dense(self, group: Mapping[str, Any]) -> bool:
         """Tell whether the step with the group's count needs the ranks' gradients averaged."""
@@ -400,7 +400,7 @@ class OneBitStep(CollectiveStep):
         """Change what decides about the next steps."""
 
     @abstractmethod
-    def step_unit(self, turn: UnitTurn) -> None:
+    def step_unit(self, unit_step: OneBitUnitStep) -> None:
         """Update a unit's parts and publish their tiles."""
 
     def _reduce(self) -> None:
@@ -411,57 +411,59 @@ class OneBitStep(CollectiveStep):
             assert unit.store is not None
             unit.store.add_grad(whole[unit.start : unit.stop], first=True, stays=True)
 
-    def averaged(self, turns: Sequence[UnitTurn], begin: Callable[[UnitTurn], Average]) -> Iterator[UnitTurn]:
-        """Yield turns with what signs bring. A hop of one unit is on its way while another is computed."""
+    def averaged(
+        self, unit_steps: Sequence[OneBitUnitStep], begin: Callable[[OneBitUnitStep], Average]
+    ) -> Iterator[OneBitUnitStep]:
+        """Yield unit steps with their exchanged average. One unit's hop overlaps another's computation."""
         # All ranks serve one unit and then begin the next one, in this order: both are collectives of one
         # group.
-        coming = begin(turns[0])
-        for turn, following in zip_longest(turns, turns[1:]):
+        coming = begin(unit_steps[0])
+        for unit_step, following in zip_longest(unit_steps, unit_steps[1:]):
             average = coming
             self.exchange.serve(average)
             if following is not None:
                 coming = begin(following)
-            unit = turn.unit
+            unit = unit_step.unit
             place = (
                 self.comm.device if unit.store is not None and unit.store.on_device else torch.device("cpu")
             )
-            yield replace(turn, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
+            yield replace(unit_step, averaged=self.exchange.end(average)[unit.start : unit.stop].to(place))
 
-    def _begin(self, turn: UnitTurn) -> Average:
+    def _begin(self, unit_step: OneBitUnitStep) -> Average:
         """Begin to average a unit's gradients, or its momentum once the variance is frozen; keep errors."""
-        unit = turn.unit
-        beta1 = float(turn.groups[0]["betas"][0])
+        unit = unit_step.unit
+        beta1 = float(unit_step.groups[0]["betas"][0])
         gradient = self._reducer.whole_gradient(unit)
         kept = self._kept.get(unit)
         if kept is None:
             wide = torch.promote_types(gradient.dtype, torch.float32)
             kept = self._kept[unit] = torch.zeros_like(gradient, dtype=wide)
-            if turn.frozen:
+            if unit_step.frozen:
                 # The momentum so far is sharded. Each rank continues with the whole of it: m = beta1 * m + (1
                 # - beta1) * g.
-                kept.add_(self._whole_momentum(turn), alpha=beta1)
-        elif turn.frozen and beta1 != self._beta1:
+                kept.add_(self._whole_momentum(unit_step), alpha=beta1)
+        elif unit_step.frozen and beta1 != self._beta1:
             self.exchange.add_last(unit, kept, beta1 - self._beta1)  # a schedule has changed it
-        # turn.divisor divides a sum over the ranks. Here each rank sends its own gradient and the exchange
+        # `divisor` divides a sum over the ranks. Here each rank sends its own gradient and the exchange
         # takes the mean, so the world size cancels.
-        share = self.comm.world_size / turn.divisor
+        share = self.comm.world_size / unit_step.divisor
         for start, stop in unit.layout.gaps():
             kept[start:stop].zero_()  # those of the gradient are zeros from the beginning
         # With `stays`, `kept` gets beta1 times the new mean in addition to the error: the part of the next
         # momentum that is known already.
-        alpha, stays = ((1 - beta1) * share, beta1) if turn.frozen else (share, None)
+        alpha, stays = ((1 - beta1) * share, beta1) if unit_step.frozen else (share, None)
         return self.exchange.begin(unit, kept, gradient, alpha=alpha, stays=stays)
 
-    def _whole_momentum(self, turn: UnitTurn) -> Tensor:
+    def _whole_momentum(self, unit_step: OneBitUnitStep) -> Tensor:
         """Return a unit's momentum of all ranks, of parameters without a gradient, too."""
-        unit = turn.unit
-        state = turn.state
+        unit = unit_step.unit
+        state = unit_step.state
         wide = torch.promote_types(unit.dtype, torch.float32)
         own = torch.zeros(unit.stop - unit.start, dtype=wide, device=self.comm.device)
         assert unit.store is not None
         with open_all(unit.store, Access.READ) as tiles:
             for _, _, view in tiles:
-                for part in turn.parts:
+                for part in unit_step.parts:
                     found = part.slice.tensors_in(view, state) if part.is_in(view) else {}
                     if "exp_avg" in found:
                         start = part.low - unit.start
@@ -477,28 +479,28 @@ def _following(group: Mapping[str, Any]) -> dict[str, Any]:
 class OneBitAdamStep(OneBitStep):
     """Steps OneBitAdam."""
 
-    def step_unit(self, turn: UnitTurn) -> None:
-        for inside, tile, view in each_tile(turn.work):
+    def step_unit(self, unit_step: OneBitUnitStep) -> None:
+        for inside, tile, view in each_tile(unit_step.work):
             for index, every in by_group(inside).items():
-                group = turn.groups[index]
-                if turn.frozen and turn.averaged is not None:
-                    every = [part for part in every if not self._in_one_pass(turn, part, view, group)]
+                group = unit_step.groups[index]
+                if unit_step.frozen and unit_step.averaged is not None:
+                    every = [part for part in every if not self._in_one_pass(unit_step, part, view, group)]
                 for own in cache_sized(every, view.master.device):
-                    states = [part.states(view, turn.state, self.names) for part in own]
-                    turn.bring_moments(own, view, states)
+                    states = [part.states(view, unit_step.state, self.names) for part in own]
+                    unit_step.bring_moments(own, view, states)
                     values = [part.of(view, view.master) for part in own]
                     changes = adam_directions(values, states, group)
                     torch._foreach_add_(values, changes, alpha=-float(group["lr"]))
             self.publish(tile, view)
 
     def _in_one_pass(
-        self, turn: UnitTurn, part: ParameterPart, view: TileView, group: Mapping[str, Any]
+        self, unit_step: OneBitUnitStep, part: ParameterPart, view: TileView, group: Mapping[str, Any]
     ) -> bool:
         """Update a part by what signs have brought, if there is a kernel; tell whether."""
-        assert turn.averaged is not None
-        own = part.states(view, turn.state, self.names)
-        at = turn.unit.start
-        momentum = turn.averaged[part.low - at : part.high - at]
+        assert unit_step.averaged is not None
+        own = part.states(view, unit_step.state, self.names)
+        at = unit_step.unit.start
+        momentum = unit_step.averaged[part.low - at : part.high - at]
         rates = {key: float(group[key]) for key in ("lr", "weight_decay", "eps")}
         return frozen_adam(part.of(view, view.master), own["exp_avg"], own["exp_avg_sq"], momentum, **rates)
 
@@ -532,7 +534,7 @@ class ZeroOneAdamStep(OneBitAdamStep):
         """
         groups = rule.optimizer.param_groups
         following = _following(groups[0])
-        is_apart = self._reducer.local and not self.wants_dense(following)
+        is_apart = self._reducer.skips_reduction and not self.wants_dense(following)
         if is_apart and following["step_count"] > following["freeze_step"]:
             refuse_local_steps(
                 int(following["local_step_clipper"]),
@@ -547,51 +549,53 @@ class ZeroOneAdamStep(OneBitAdamStep):
     def _refuse_writes(
         self, groups: Sequence[dict[str, Any]], slices: Sequence[ShardSlice], state: State
     ) -> None:
-        if self._local.are_apart:
-            self._local.refuse_writes(self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True))
+        if self._local.replicas_diverged:
+            self._local.refuse_writes(
+                self.unit_steps(groups, parts_of(slices), state, divisor=1.0, frozen=True)
+            )
 
     def keep_only(self, units: Collection[Unit]) -> None:
         """Forget units that are not there any more."""
         super().keep_only(units)
         self._local.keep_only(units)
 
-    def step_together(self, turns: Sequence[UnitTurn]) -> None:
+    def step_together(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
         """Update all units by averaged gradients, from weights that all ranks have."""
-        self._end_local_steps(turns)
-        super().step_together(turns)
+        self._end_local_steps(unit_steps)
+        super().step_together(unit_steps)
 
-    def step_apart(self, turns: Sequence[UnitTurn]) -> None:
+    def step_apart(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
         """Update all units: once the variance is frozen by local steps, if the optimizer makes them."""
-        first = turns[0].groups[0]
-        if not turns[0].frozen or first["local_step_clipper"] <= 1:
-            self._end_local_steps(turns)
-            super().step_apart(turns)
+        first = unit_steps[0].groups[0]
+        if not unit_steps[0].frozen or first["local_step_clipper"] <= 1:
+            self._end_local_steps(unit_steps)
+            super().step_apart(unit_steps)
             return
         # Errors of exchanged momentum, which local steps do not continue.
         if self._kept:
             self.forget_errors()
-        for turn in turns:
-            own = self._reducer.whole_gradient(turn.unit)
-            self._local.step(turn, own, self.comm.world_size / turn.divisor, self.publish)
+        for unit_step in unit_steps:
+            own = self._reducer.whole_gradient(unit_step.unit)
+            self._local.step(unit_step, own, self.comm.world_size / unit_step.divisor, self.publish)
         if first["step_count"] % min(first["local_interval"], first["local_step_clipper"]) == 0:
-            self._meet(turns)
+            self._average_replicas(unit_steps)
 
-    def _end_local_steps(self, turns: Sequence[UnitTurn]) -> None:
-        """Let ranks agree where the script has set back what had let them make steps of their own."""
-        if self._local.are_apart:
-            self._meet(turns)
+    def _end_local_steps(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
+        """Average the replicas if the script has reset what allowed local steps, such as the step count."""
+        if self._local.replicas_diverged:
+            self._average_replicas(unit_steps)
             self.forget_errors()
 
-    def _meet(self, turns: Sequence[UnitTurn]) -> None:
-        for turn in self.averaged(turns, self._local.begin):
-            self._local.meet(turn, self.publish)
+    def _average_replicas(self, unit_steps: Sequence[OneBitUnitStep]) -> None:
+        for unit_step in self.averaged(unit_steps, self._local.begin):
+            self._local.apply_average(unit_step, self.publish)
 
     @property
-    def are_apart(self) -> bool:
-        """Tell whether ranks have weights of their own."""
-        return self._local.are_apart
+    def replicas_diverged(self) -> bool:
+        """Return whether replicas differ between ranks, after local steps."""
+        return self._local.replicas_diverged
 
-    def agree(
+    def sync_replicas(
         self,
         groups: Sequence[dict[str, Any]],
         slices: Sequence[ShardSlice],
@@ -605,7 +609,8 @@ class ZeroOneAdamStep(OneBitAdamStep):
         with torch.no_grad():
             if keeps_writes:
                 self._refuse_writes(groups, slices, state)
-            self._meet(self.turns(groups, parts_of(slices), state, divisor=1.0, frozen=True))
+            unit_steps = self.unit_steps(groups, parts_of(slices), state, divisor=1.0, frozen=True)
+            self._average_replicas(unit_steps)
             self.await_uploads()
             for unit in self.units:
                 if unit.store is not None:
@@ -653,20 +658,20 @@ class OneBitLambStep(OneBitStep):
     def group_states(group: Mapping[str, Any]) -> int:
         return 3
 
-    def step_unit(self, turn: UnitTurn) -> None:
-        unit = turn.unit
-        groups = turn.groups
-        state = turn.state
-        frozen = turn.frozen
+    def step_unit(self, unit_step: OneBitUnitStep) -> None:
+        unit = unit_step.unit
+        groups = unit_step.groups
+        state = unit_step.state
+        frozen = unit_step.frozen
         norms = Norms(self.comm, [unit])
         ratios = torch.zeros(len(unit.parameters), dtype=torch.float64, device=self.comm.device)
         """Holds how far the frozen denominators are above fresh ones."""
-        for inside, _, view in each_tile(turn.work):
+        for inside, _, view in each_tile(unit_step.work):
             for index, own in by_group(inside).items():
                 group = groups[index]
                 states = [part.states(view, state, self.names) for part in own]
                 before = [each["exp_avg"].clone() for each in states] if frozen else []
-                turn.bring_moments(own, view, states)
+                unit_step.bring_moments(own, view, states)
                 values = [part.of(view, view.master) for part in own]
                 changes = adam_directions(values, states, group)
                 if not frozen:
@@ -684,7 +689,7 @@ class OneBitLambStep(OneBitStep):
         self.exchange.largest(ratios)
         largest = ratios.tolist()
         lengths: dict[ParameterPart, float] = {}
-        for _, _, inside in turn.work:
+        for _, _, inside in unit_step.work:
             for part in inside:
                 group = groups[part.group]
                 own_state = part.entries(state)
@@ -695,7 +700,7 @@ class OneBitLambStep(OneBitStep):
                     beta = float(group["coeff_beta"])
                     mean = beta * float(own_state.get("coefficient", 0.0)) + (1 - beta) * lengths[part]
                     own_state["coefficient"] = mean
-        for inside, tile, view in each_tile(turn.work):
+        for inside, tile, view in each_tile(unit_step.work):
             for index, own in by_group(inside).items():
                 self._move(own, view, state, groups[index], lengths)
             self.publish(tile, view)

@@ -200,13 +200,13 @@ def _expand_parts(rows: Tensor, out: Tensor, into: Tensor | None, alpha: float) 
         expand(row.unsqueeze(0), out[part], into=None if into is None else into[part], alpha=alpha)
 
 
-# -- unit turn --------------------------------------------------------------------------------------
+# -- unit step ----------------------------------------------------------------------------------------------
 #
 # Describes the step of one unit by a 1-bit optimizer.
 
 
 @dataclass(frozen=True, slots=True)
-class UnitTurn:
+class OneBitUnitStep:
     """Describes the step of one unit."""
 
     unit: Unit

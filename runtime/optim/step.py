@@ -251,8 +251,8 @@ class StepMethod(GradientConsumer):
         """
         rule.end()
 
-    def brings(self, unit: Unit) -> bool:
-        """Tell whether the new values of ``unit`` come without a refresh by the caller."""
+    def handles_refresh(self, unit: Unit) -> bool:
+        """Return whether this method refreshes ``unit`` itself, so that the caller does not."""
         return False
 
     def check(self) -> None:
@@ -264,14 +264,14 @@ class StepMethod(GradientConsumer):
     def wait(self) -> None:
         """Wait until the step has ended, uploads included. Raises what ended it early."""
 
-    # -- ranks with weights of their own
+    # -- diverged replicas
 
     @property
-    def are_apart(self) -> bool:
-        """Tell whether ranks have weights of their own, as between two exchanges of 0/1 Adam."""
+    def replicas_diverged(self) -> bool:
+        """Return whether replicas of a weight differ between ranks, as in 0/1 Adam's local steps."""
         return False
 
-    def agree(
+    def sync_replicas(
         self,
         groups: Sequence[dict[str, Any]],
         slices: Sequence[ShardSlice],
@@ -279,8 +279,8 @@ class StepMethod(GradientConsumer):
         *,
         keeps_writes: bool,
     ) -> None:
-        """Give ranks that :attr:`are_apart` the same weights and moments. Collective, between two steps.
-        Raises OptimizerError where ``keeps_writes`` and the script has changed what ranks have of their own.
+        """Give all ranks the same weights and moments after they diverged. Collective, between two steps.
+        Raises OptimizerError where ``keeps_writes`` and the script has changed a rank's own values.
         """
 
     # -- the engine's calls
@@ -413,14 +413,14 @@ class ShardedOptimizer:
         changed = torch.tensor([float(self._state_changed)], dtype=torch.float64)
         self._forget_replaced(float(self._comm.all_reduce_scalars(to_device(changed, self._comm.device))))
 
-    def agree(self, *, keeps_writes: bool) -> None:
-        """Give ranks whose weights are apart the same weights and moments. Collective, between two steps.
-        Raises OptimizerError where ``keeps_writes`` and the script has changed what ranks have of their own.
+    def sync_replicas(self, *, keeps_writes: bool) -> None:
+        """Give all ranks the same weights and moments, if they have diverged. Collective, between two steps.
+        Raises OptimizerError where ``keeps_writes`` and the script has changed a rank's own values.
         """
         self.agree_on_state()
         self.take_hyperparameters()
         groups = self.optimizer.param_groups
-        self.method.agree(groups, self.slices, self.optimizer.state, keeps_writes=keeps_writes)
+        self.method.sync_replicas(groups, self.slices, self.optimizer.state, keeps_writes=keeps_writes)
 
     def _forget_replaced(self, ranks: float) -> None:
         """Forget what belongs to a state that was replaced on so many ranks."""
@@ -454,24 +454,24 @@ class ShardedOptimizer:
         self._slices = [part for part, _ in labelled]
         return labelled
 
-    def step(self, *, divisor: Scalar, clip: float, check_finite: bool, beside: Tensor) -> StepResult:
+    def step(self, *, divisor: Scalar, clip: float, check_finite: bool, extra_stats: Tensor) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.
 
         ``divisor`` is what the summed gradients have to be divided by (``averaging.Averaging``); ``clip`` is
         the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every
-        rank. ``beside`` (1-dim, float64, on the device) is summed over the ranks in the collective that the
-        step needs anyway; the result has the sums. Afterwards every unit that stays unsharded is on its way
-        to its new values.
+        rank. ``extra_stats``: extra values (1-dim, float64, on the device) to sum over the ranks in the same
+        all-reduce; the result has the sums. Afterwards the refresh of every unit that stays unsharded has
+        started.
         """
         self.wait()
         for unit in self.units:
             if not unit.shard_params:
                 # unused since the last step, whose values may still be arriving
                 unit.wait_unsharded()
-                unit.writes.bring()
+                unit.writes.sync_to_masters()
         mine = self._reducer.used()
-        agreed = self._agree(mine, beside)
-        count = beside.numel()
+        agreed = self._all_reduce_step_stats(mine, extra_stats)
+        count = extra_stats.numel()
         by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
         try:
             if by_device:
@@ -483,12 +483,12 @@ class ShardedOptimizer:
     def _step_by_host(
         self, agreed: Tensor, count: int, divisor: float, clip: float, check_finite: bool
     ) -> StepResult:
-        facts, marks = self._apart(agreed)
+        facts, marks = self._split_stats(agreed)
         if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
             self._comm.raise_order()
         self._comm.order.forget()
         numbers = facts.tolist()
-        beside = numbers[:count]
+        extra_stats = numbers[:count]
         (square, stop, changed, *counts) = numbers[count:]
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
@@ -500,7 +500,7 @@ class ShardedOptimizer:
             self._forget_replaced(changed)
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
             self._apply([ranks > 0 for ranks in counts], divisor / coefficient if coefficient else math.inf)
-        return StepResult(norm, skipped, stop, beside=beside)
+        return StepResult(norm, skipped, stop, extra_stats=extra_stats)
 
     def _step_on_device(
         self, agreed: Tensor, count: int, divisor: Scalar, clip: float, check_finite: bool
@@ -509,8 +509,8 @@ class ShardedOptimizer:
 
         Where the ranks have used the model in different orders, nothing is changed, and the result says so.
         """
-        facts, marks = self._apart(agreed)
-        beside = facts[:count]
+        facts, marks = self._split_stats(agreed)
+        extra_stats = facts[:count]
         facts = facts[count:]
         norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
         differs = self._comm.differs(marks).to(found_inf.dtype)
@@ -518,10 +518,10 @@ class ShardedOptimizer:
         self._comm.drain()
         guarded = check_finite or self._comm.world_size > 1
         self._apply([True] * (facts.numel() - 3), 1.0 / multiplier, skip if guarded else None)
-        return StepResult(norm, skip, facts[1], differs, beside=beside)
+        return StepResult(norm, skip, facts[1], differs, extra_stats=extra_stats)
 
-    def _apart(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of what is beside the step and of its facts, and those of the marks behind them."""
+    def _split_stats(self, agreed: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the reduced vector into statistics and the marks of orders and batches behind them."""
         batches = sum(each.mark_count for each in self._comm.batches)
         at = agreed.numel() - len(self._comm.order.marks()) - batches
         return agreed[:at], agreed[at:]
@@ -538,10 +538,12 @@ class ShardedOptimizer:
         """Wait until the last step has ended everywhere. Raises what ended it early, such as a DiskError."""
         self.method.wait()
 
-    def _agree(self, used: list[bool], beside: Tensor) -> Tensor:
-        """Return the sums of ``beside``, the sum of squares of all gradients, how many ranks want to stop, on
-        how many the state has been replaced, for each parameter how many had a gradient, and the marks of the
-        order of collectives and of batches: one all-reduce, float64 on the device.
+    def _all_reduce_step_stats(self, used: list[bool], extra_stats: Tensor) -> Tensor:
+        """All-reduce the step's statistics once (float64, on the device).
+
+        They are, in this order: extra statistics, squared gradient norm, number of ranks that want to stop,
+        number of ranks whose state was replaced, number of ranks with a gradient for each parameter, and
+        hashes of the order of collectives and of the batches.
         """
         device = self._comm.device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -554,7 +556,7 @@ class ShardedOptimizer:
         own_news = map(float, (preemption.requested(), self._state_changed, *used))
         flags = [*own_news, *self._comm.order.marks()]
         mine = to_device(torch.tensor(flags, dtype=torch.float64), device)
-        facts = torch.cat([beside, total.reshape(1), mine, *self._comm.batch_marks()])
+        facts = torch.cat([extra_stats, total.reshape(1), mine, *self._comm.batch_marks()])
         return self._comm.all_reduce_scalars(facts)
 
     def _squares(self, copies: int) -> list[Tensor]:
@@ -577,7 +579,7 @@ class ShardedOptimizer:
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
         self.method.start(self._rule, self._slices, used)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
-        stay = [u for u in self.units if not u.shard_params and not self.method.brings(u)]
+        stay = [u for u in self.units if not u.shard_params and not self.method.handles_refresh(u)]
         with torch.no_grad():
             for unit in self.units:
                 if unit.store is not None:
@@ -600,6 +602,6 @@ class ShardedOptimizer:
             if store is None or not store.on_device or self.method.takes(part.unit):
                 continue
             if part.leaf is not None and part.used and store.has_grad:
-                out = None if store.narrow_copy is None else part.of(store.narrow_copy)
+                out = None if store.compute_copy is None else part.of(store.compute_copy)
                 updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
         return updates

@@ -187,7 +187,9 @@ def _replicated(model: nn.Module) -> list[tuple[str, Tensor]]:
         spec = spec_of(parameter)
         unit = owner_of(parameter)
         is_replicated = spec is None or len(set(spec.boxes)) == 1
-        if not is_replicated or not isinstance(unit, Unit) or not parameter.requires_grad or unit.away:
+        if not is_replicated or not isinstance(unit, Unit) or not parameter.requires_grad:
+            continue
+        if unit.offloaded_states:
             continue
         if not unit.shard_params:
             found[id(parameter)] = name, parameter

@@ -561,10 +561,9 @@ class Passes:
         return self
 
 
-class OutsideForward:
-    """Replaces the forward of a module outside of the layers: computes it in a pass through the part that it
-    belongs to. In others it returns zeros of the shape that its output would have, or what it gets, which
-    nobody uses.
+class NonLayerForward:
+    """Replaces the forward of a module outside the layer sequence, such as an embedding or head. The stage
+    that owns it computes it. Other stages return a placeholder that nothing reads.
     """
 
     def __init__(self, module: nn.Module, name: str, is_early: bool, passes: Passes) -> None:
@@ -628,6 +627,6 @@ def install_forwards(sequence: LayerSequence, passes: Passes) -> None:
                 f"pipeline parallelism: {name}, a {type(module).__name__}, must run on every stage, which "
                 "is not supported"
             )
-        module.forward = OutsideForward(module, name, not has_passed, passes)
+        module.forward = NonLayerForward(module, name, not has_passed, passes)
     for index, layer in enumerate(sequence.layers):
         layer.forward = LayerForward(layer, index, passes)

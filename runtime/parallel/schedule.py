@@ -30,7 +30,7 @@ from .pipeline import (
     ForeignValues,
     LayerForward,
     LayerSequence,
-    OutsideForward,
+    NonLayerForward,
     PartPass,
     Passes,
     StateWatch,
@@ -575,7 +575,7 @@ def divide_layers(model: nn.Module, config: Config, comm: Comm) -> StagedModel |
     been.
     """
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), (LayerForward, OutsideForward)):
+        if isinstance(vars(module).get("forward"), (LayerForward, NonLayerForward)):
             raise ParameterError(
                 f"{name} holds only this rank's pipeline stage, from an earlier engine: rebuild the model "
                 "and load a checkpoint or the state_dict"

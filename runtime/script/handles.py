@@ -329,12 +329,12 @@ class Handles:
         if self._step is not None:
             refuse_unused(self._step.units, self._reducer, self._sharded.comm)
 
-    def bring_writes(self) -> None:
+    def sync_to_masters(self) -> None:
         """Copy values that the script has written into parameters back to the masters. Raises DiskError."""
         for unit in self._sharded.units:
             if not unit.shard_params:
                 unit.wait_unsharded()
-                unit.writes.bring()
+                unit.writes.sync_to_masters()
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Train further parameters of the model, as ``optimizer.add_param_group`` asks. Collective."""
@@ -373,7 +373,7 @@ class Handles:
         step = self._step
         sharded = self._sharded
         assert step is not None
-        self._check_here()
+        self._check_on_device()
         step.wait()
         groups = groups_by_parameter(step.outer.param_groups)
         stale = [p for p in self._integrity.unfrozen() if placeholder.GRAD.__get__(p) is not None]
@@ -439,17 +439,17 @@ class Handles:
 
     def _needed_step(self) -> ShardedOptimizer:
         assert self._step is not None
-        self._check_here()
+        self._check_on_device()
         if any(part.leaf is None for part in self._step.slices):
             raise OptimizerError(
                 "the optimizer's state is on NVMe: use engine.save_checkpoint and load_checkpoint"
             )
         return self._step
 
-    def _check_here(self) -> None:
+    def _check_on_device(self) -> None:
         """Raise OffloadedError if ``offload_states`` has moved a state to host memory."""
         for unit in self._sharded.units:
-            unit.check_here(*STATES)
+            unit.check_on_device(*STATES)
 
     def _shard_mark(self) -> dict[str, Any]:
         assert self._step is not None

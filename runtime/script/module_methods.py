@@ -57,7 +57,7 @@ def intercept_module(root: nn.Module, gathered: Gathered) -> Callable[[], None]:
 
     def before_load(module: nn.Module, *args: Any) -> None:
         for unit in _units(module):
-            unit.check_here(MASTERS, VALUES)
+            unit.check_on_device(MASTERS, VALUES)
             check_step(unit)
         hold(module)
 

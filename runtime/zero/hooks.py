@@ -355,7 +355,7 @@ class ShardedModel:
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
-        comm.computes_since = self._pass.since
+        comm.current_pass_id = self._pass.since
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order = OrderHint()

@@ -64,9 +64,9 @@ class UnitState(Enum):
     """Means that an unsharded unit's values are in host memory; the parameters are placeholders."""
 
 
-def check_here(away: Collection[str], needed: Sequence[str], what: str) -> None:
+def check_on_device(offloaded: Collection[str], needed: Sequence[str], what: str) -> None:
     """Raise OffloadedError if a state that ``what`` needs is off the device."""
-    missing = [name for name in needed if name in away]
+    missing = [name for name in needed if name in offloaded]
     if missing:
         raise OffloadedError(
             f"{what} needs {', '.join(missing)}, which engine.offload_states() moved to host memory: "

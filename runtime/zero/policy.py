@@ -181,7 +181,7 @@ def _by_kind(members: Sequence[Member], groups: dict[int, int], comm: Comm) -> l
     for name, parameter in members:
         trained = parameter.requires_grad
         ungrouped = trained and bool(groups) and id(parameter) not in groups
-        link, _, copies = comm.holders_of(parameter)
+        link, _, copies = comm.find_shard_link(parameter)
         rest = str(parameter.dtype), copies, link.size
         kinds.setdefault((not trained, ungrouped, *rest), []).append((name, parameter))
     # Sorted by what all ranks know: they have to make equal units in one order.
@@ -250,7 +250,7 @@ class UnitFactory:
     ) -> Unit:
         trainable = members[0][1].requires_grad
         numels = [placeholder.shape_of(p).numel() for _, p in members]
-        link, *_ = self.comm.holders_of(members[0][1])
+        link, *_ = self.comm.find_shard_link(members[0][1])
         own_groups = [groups.get(id(p), -1) if trainable else -1 for _, p in members]
         return Unit(
             f"{block.name}{'' if trainable else ' (frozen)'}",

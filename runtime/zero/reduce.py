@@ -56,7 +56,7 @@ class Bucket:
     unit: Unit
     state: BucketState = BucketState.EMPTY
     is_collecting: bool = False
-    """Tells that it holds gradients that have not been sent. It is kept, because each gradient asks."""
+    """Whether the bucket holds unreduced gradients. Cached because every gradient reads it."""
     order: int = 0
     tensor: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
@@ -157,9 +157,9 @@ class GradientOptions:
     dtype: torch.dtype | None
     """Selects the dtype that is sent; None is the parameters' dtype."""
     single: torch.dtype | None = None
-    """Selects the dtype in which a step's first gradient rests; None is fp32, or float64 for such a model."""
+    """dtype that stores a step's first gradient (None: fp32, or float64 for a float64 model)."""
     sums: torch.dtype | None = None
-    """Selects the dtype in which sums of several backward passes rest; None as above."""
+    """dtype that accumulates the gradients of several backward passes (None: as above)."""
     predivide: float = 1.0
     """Divides gradients before the reduction, to keep fp16 sums in range; ``Averaging`` undoes it."""
 
@@ -229,8 +229,10 @@ class GradientReducer:
         """Is told of each unit's gradients; the step method of the engine's optimizer, if there is one."""
         self.sync = True
         """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
-        self.local = False
-        """Leaves gradients to each rank: the optimizer exchanges something else. Persistent buckets only."""
+        self.skips_reduction = False
+        """Leaves gradients unreduced, because the optimizer exchanges something else. Set by
+        ``optim/one_bit.py``. Persistent buckets only.
+        """
         self.passes = 0
         """Counts backward passes since the last step."""
         self.is_empty_pass = True
@@ -271,19 +273,19 @@ class GradientReducer:
         return bucket is not None and bucket.missing > 0
 
     @property
-    def _keeps(self) -> bool:
-        """Tell whether a persistent bucket keeps this rank's sum."""
-        return self.local or self.comm.world_size == 1
+    def _gradients_are_local(self) -> bool:
+        """Return whether persistent buckets stay unreduced: they keep this rank's sum."""
+        return self.skips_reduction or self.comm.world_size == 1
 
     @property
     def predivides(self) -> bool:
-        """Tell whether gradients of this step are divided before they are sent. What a rank keeps may be
-        completed several times in a step, and would be divided each time.
+        """Return whether gradients are divided before the reduction. Unreduced buckets may complete several
+        times in a step, so they are not divided.
         """
-        return self.options.predivide != 1.0 and not self._keeps
+        return self.options.predivide != 1.0 and not self._gradients_are_local
 
     def whole_gradient(self, unit: Unit) -> Tensor:
-        """Return a unit's persistent bucket: if :attr:`local`, this rank's own gradients of it, whole."""
+        """Return a unit's persistent bucket: with :attr:`skips_reduction`, unreduced gradients."""
         tensor = self._buckets[id(unit)].tensor
         assert tensor is not None
         return tensor
@@ -371,7 +373,7 @@ class GradientReducer:
         """Begin a backward pass. Raises OptimizerError if the step cannot have one more."""
         self.consumer.before_pass(self)
         for bucket in self._buckets.values():
-            bucket.unit.check_here(VALUES, GRADIENTS)
+            bucket.unit.check_on_device(VALUES, GRADIENTS)
             bucket.await_all()
         self.passes += 1
         self.is_empty_pass = True
@@ -417,15 +419,15 @@ class GradientReducer:
             again = bucket.state is BucketState.REDUCED
             while again and any(reduction.bucket is bucket for reduction in self._in_flight):
                 self._retire()
-            self._make_room(bucket, self._rest(unit, self.sync and not again))
-            if again and not self._keeps:
+            self._make_room(bucket, self._accumulation_dtype(unit, self.sync and not again))
+            if again and not self._gradients_are_local:
                 bucket.carry = bucket.own.clone()
                 bucket.written = [False] * len(bucket.written)
         is_first = bucket.state is BucketState.EMPTY
         bucket.move(BucketState.COLLECTING if is_first else BucketState.COLLECTING_AGAIN)
 
-    def _rest(self, unit: Unit, single: bool) -> torch.dtype:
-        """Return the dtype in which a single gradient, or a sum, of a unit rests."""
+    def _accumulation_dtype(self, unit: Unit, single: bool) -> torch.dtype:
+        """Return the dtype that stores a unit's gradient: a single one, or the sum of several passes."""
         chosen = self.options.single if single else self.options.sums
         return chosen or torch.promote_types(unit.dtype, torch.float32)
 
@@ -475,13 +477,13 @@ class GradientReducer:
         first = bucket.state is BucketState.COLLECTING
         assert sent is not None
         dtype = unit.link.reduced_dtype(sent.dtype)
-        shard = bucket.store.room_for_grad(first, dtype, self._rest(unit, first))
+        shard = bucket.store.room_for_grad(first, dtype, self._accumulation_dtype(unit, first))
         return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
     def _reduce_persistent(self, bucket: Bucket) -> _Reduction:
         unit = bucket.unit
         assert bucket.tensor is not None
-        if self._keeps:
+        if self._gradients_are_local:
             return _Reduction(DONE, bucket, None, bucket.own, True)
         # the sum of several passes has more digits than one gradient: rounding it would lose them
         own = unit.dtype if self.passes <= 1 else bucket.tensor.dtype
@@ -536,9 +538,9 @@ class GradientReducer:
                 self._launch(bucket)
         while self._in_flight:
             self._retire()
-        self._agree()
+        self._broadcast_launch_order()
 
-    def _agree(self) -> None:
+    def _broadcast_launch_order(self) -> None:
         if self._agreed:
             self._finished.clear()
             return

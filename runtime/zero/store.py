@@ -158,12 +158,12 @@ class ShardStore(ABC):
         """Keeps a background step that still reads the gradient."""
 
     @property
-    def narrow_copy(self) -> Tensor | None:
+    def compute_copy(self) -> Tensor | None:
         """Return the values kept in another dtype than the master's, if there are any on the device."""
         return None
 
     def publish(self, *, copy_is_new: bool) -> None:
-        """Write new master values to where gathers read, unless the step has written :attr:`narrow_copy` and
+        """Write new master values to where gathers read, unless the step has written :attr:`compute_copy` and
         ``copy_is_new``. Off the device each tile is published when it is stepped, and this does nothing.
         """
 
@@ -180,9 +180,9 @@ class ShardStore(ABC):
         """Wait until all tiles that were closed are written. Raises DiskError."""
 
     @abstractmethod
-    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
-        """Return a flat tensor of the shard's size, of ``dtype`` or ``rest``, for a reduction, whose result
-        goes to :meth:`add_grad`. ``rest``: in which the gradient, or the sum with it, rests.
+    def room_for_grad(self, first: bool, dtype: torch.dtype, accumulation_dtype: torch.dtype) -> Tensor:
+        """Return a flat buffer of the shard's size for a reduction result, in ``dtype`` or
+        ``accumulation_dtype``. Pass it to :meth:`add_grad` afterwards.
         """
 
     @abstractmethod
@@ -316,10 +316,10 @@ class DeviceStore(ShardStore):
 
     def __init__(self, master: Tensor, values: ValueStore, cuts: Sequence[Range]) -> None:
         super().__init__(master, values, cuts, [(0, master.numel())])
-        self._rest = master.dtype
+        self._accumulation_dtype = master.dtype
 
     @property
-    def narrow_copy(self) -> Tensor | None:
+    def compute_copy(self) -> Tensor | None:
         """Return the values kept in another dtype than the master's, if there are any on the device."""
         if isinstance(self.values, DeviceValues) and self.values.tensor.dtype != self.master.dtype:
             return self.values.tensor
@@ -327,7 +327,7 @@ class DeviceStore(ShardStore):
 
     def publish(self, *, copy_is_new: bool) -> None:
         """Write new master values to where gathers read."""
-        if not copy_is_new or self.narrow_copy is None:
+        if not copy_is_new or self.compute_copy is None:
             self.values.write(0, self.master)
 
     def open(self, tile: Range, access: Access) -> OpenTile:
@@ -336,15 +336,15 @@ class DeviceStore(ShardStore):
         grad = self.grad()[start:stop] if access is Access.STEP else None
         return OpenTile(self.values, TileView(start, stop, self.master[start:stop], grad))
 
-    def room_for_grad(self, first: bool, dtype: torch.dtype, rest: torch.dtype) -> Tensor:
+    def room_for_grad(self, first: bool, dtype: torch.dtype, accumulation_dtype: torch.dtype) -> Tensor:
         """Return the gradient itself for the first of a step."""
-        self._rest = rest
+        self._accumulation_dtype = accumulation_dtype
         memory = self.grad_memory
         # Separate memory, because the sum so far is in the gradient's.
         if not first:
             return torch.empty_like(self.master, dtype=dtype)
-        if memory is None or memory.dtype != rest:
-            self.grad_memory = memory = torch.empty_like(self.master, dtype=rest)
+        if memory is None or memory.dtype != accumulation_dtype:
+            self.grad_memory = memory = torch.empty_like(self.master, dtype=accumulation_dtype)
         return memory
 
     def add_grad(self, shard: Tensor, *, first: bool, stays: bool) -> None:
@@ -353,7 +353,7 @@ class DeviceStore(ShardStore):
             self.grad_memory = shard
         elif not first:
             # First to the dtype of sums: 16-bit sums would lose digits.
-            self.grad_memory = self.grad_memory.to(self._rest).add_(shard)
+            self.grad_memory = self.grad_memory.to(self._accumulation_dtype).add_(shard)
         elif shard is not self.grad_memory:
             self.grad_memory.copy_(shard)
         self.has_grad = True

@@ -16,7 +16,7 @@ from ..device import named
 from ..errors import OptimizerError
 from . import placeholder
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
-from .placeholder import GRADIENTS, MASTERS, VALUES, UnitState, check_here
+from .placeholder import GRADIENTS, MASTERS, VALUES, UnitState, check_on_device
 from .store import (
     Access,
     DeviceStores,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # marks the unit.
 
 
-class Writes:
-    """Notices that a unit's parameters may have been written to since :meth:`forget`."""
+class ExternalWrites:
+    """Detects writes of the script into a unit's parameters since :meth:`forget`."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -57,8 +57,8 @@ class Writes:
         """Keeps the values of an exposed unit whose masters are ahead."""
 
     @property
-    def matter(self) -> bool:
-        """Tell whether writes have to be copied to the masters, which are separate memory."""
+    def has_separate_masters(self) -> bool:
+        """Return whether the masters are separate memory, so that writes have to be copied to them."""
         store = self._unit.store
         if store is None or self._unit.shard_params:
             return False
@@ -76,10 +76,10 @@ class Writes:
 
     def step_ahead(self) -> None:
         """Note that a backward pass steps the masters now, before the parameters. What is written into these
-        until the next :meth:`bring` cannot be copied to the masters: an element that differs from its master
-        may be a write, or the step.
+        until the next :meth:`sync_to_masters` cannot be copied to the masters: an element that differs from
+        its master may be a write, or the step.
         """
-        self._masters_ahead = self.matter
+        self._masters_ahead = self.has_separate_masters
         if self._masters_ahead and self._exposed:
             self._before = self._unit.full.clone()
 
@@ -87,7 +87,7 @@ class Writes:
         """Note that the masters agree with the parameters."""
         if self._unit.shard_params:
             self.arrive()
-        elif self.matter:
+        elif self.has_separate_masters:
             self._versions = self._count()
             references = self._unit.references()
             self._references = self._references or references
@@ -127,7 +127,7 @@ class Writes:
     def _count(self) -> int:
         return sum(parameter._version for parameter in self._unit.parameters)
 
-    def bring(self) -> None:
+    def sync_to_masters(self) -> None:
         """Copy every element that is not its master's rounding to the masters. Raises DiskError, and
         OptimizerError for what was written after :meth:`step_ahead`.
         """
@@ -142,7 +142,7 @@ class Writes:
             self._masters_ahead = False
             self._before = None
             return
-        if not self.matter or not (self._exposed or self._count() != self._versions):
+        if not self.has_separate_masters or not (self._exposed or self._count() != self._versions):
             return
         assert unit.store is not None
         own = unit.full[unit.start : unit.stop]
@@ -219,12 +219,12 @@ class Unit:
         self.full: Tensor
         self.shapes = [placeholder.shape_of(p) for p in parameters]
         self.index_of = {id(p): index for index, p in enumerate(parameters)}
-        self.link, self.data, copies = comm.holders_of(parameters[0])
+        self.link, self.data, copies = comm.find_shard_link(parameters[0])
         self.tag = comm.label(name, self.link)
         self.offsets = [slot.offset for slot in layout.slots]
         self.copies = copies * self.data.size // (self.link.shards if shard_optimizer else 1)
         self.generation = 0
-        self.writes = Writes(self)
+        self.writes = ExternalWrites(self)
         self.gradients: GradientReducer | None = None
         """Collects the gradients of its parameters."""
         self.comm = comm
@@ -242,7 +242,7 @@ class Unit:
         """Called when the last hold ends; returns whether a pass still needs the values."""
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
-        self.away: frozenset[str] = frozenset()
+        self.offloaded_states: frozenset[str] = frozenset()
         """Names the states that ``engine.offload_states()`` has moved to host memory."""
         self._holds = 0
         self._pending: Pending = DONE
@@ -335,10 +335,10 @@ class Unit:
         for parameter, tensor, kind in zip(self.parameters, tensors, kinds, strict=True):
             placeholder.point(parameter, tensor, kind)
 
-    def check_here(self, *states: str) -> None:
+    def check_on_device(self, *states: str) -> None:
         """Raise OffloadedError if one of these states has been moved to host memory."""
-        if self.away:
-            check_here(self.away, states, f"using {self.names[0]}")
+        if self.offloaded_states:
+            check_on_device(self.offloaded_states, states, f"using {self.names[0]}")
 
     def _move(self, expected: tuple[UnitState, ...], to: UnitState) -> None:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
@@ -346,7 +346,7 @@ class Unit:
 
     def unshard(self, *, rounded: bool = False) -> None:
         """Allocate the storage and start to gather the other ranks' slices; a pass allows rounded ones."""
-        self.check_here(VALUES)
+        self.check_on_device(VALUES)
         self._move((UnitState.SHARDED,), UnitState.GATHERING)
         self.is_rounded = rounded and not self.provisional and self.link.rounds(self.trainable)
         updated = self.updated
@@ -400,7 +400,7 @@ class Unit:
         """Wait until the unit is UNSHARDED, and exact unless ``rounded``. Raises OffloadedError."""
         # Of what is SHARDED, or AWAY, the values may be in host memory.
         if self.state is not UnitState.UNSHARDED:
-            self.check_here(VALUES)
+            self.check_on_device(VALUES)
         if self.state is UnitState.SHARDED:
             self.unshard(rounded=rounded)
         if self.state is UnitState.GATHERING:
@@ -457,7 +457,7 @@ class Unit:
         """Copy values written into the unsharded parameters (equal on every rank) back to the stores. Raises
         DiskError.
         """
-        self.check_here(MASTERS, VALUES)
+        self.check_on_device(MASTERS, VALUES)
         assert self.state is UnitState.UNSHARDED
         # Other ranks may still read this rank's part of an earlier gather.
         self.comm.drain()
@@ -535,7 +535,7 @@ class Unit:
     def forget_gradient(self, parameter: Tensor) -> None:
         """Drop the gradient accumulated for this parameter since the last step."""
         if self.gradients is not None and self.hides_gradient(parameter):
-            self.check_here(GRADIENTS)
+            self.check_on_device(GRADIENTS)
             self.gradients.forget(self, self.index_of[id(parameter)])
 
     def expose(self) -> None:
@@ -600,7 +600,7 @@ class Unit:
         self.on_demand = None
 
     def _refuse(self, unit: Unit) -> bool:
-        self.check_here(VALUES)
+        self.check_on_device(VALUES)
         return False
 
     def value_tensors(self) -> Iterator[Tensor]:

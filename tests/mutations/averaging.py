@@ -22,7 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/reduce.py",
-        "return self.options.predivide != 1.0 and not self._keeps",
+        "return self.options.predivide != 1.0 and not self._gradients_are_local",
         "return self.options.predivide != 1.0",
         "a 1-bit optimizer's gradient of two passes is divided for each of them",
         TESTS,

@@ -29,7 +29,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "runtime/optim/one_bit.py",
         "learns = not is_frozen and (",
-        "learns = not self._reducer.local or (",
+        "learns = not self._reducer.skips_reduction or (",
         "a dense step by a frozen variance trains a parameter without one",
         ("tests/runtime/one_bit/test_first_gradients.py",),
     ),
@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/engine.py",
-        "            if sys.exc_info()[0] is None:\n                self._agree(",
-        "            if self._destroyed:\n                self._agree(",
+        "            if sys.exc_info()[0] is None:\n                self._sync_replicas(",
+        "            if self._destroyed:\n                self._sync_replicas(",
         "destroyed among local steps, the ranks keep other weights",
         (
             "tests/runtime/one_bit/test_local_steps.py::test_ranks_are_equal_to_the_bit_after_an_exchange_and_at_the_end",

@@ -98,14 +98,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/store.py",
-        "self.grad_memory.to(self._rest).add_(shard)",
-        "self.grad_memory.to(self._rest).copy_(shard)",
+        "self.grad_memory.to(self._accumulation_dtype).add_(shard)",
+        "self.grad_memory.to(self._accumulation_dtype).copy_(shard)",
         "the last micro-batch's gradient replaces the others",
         ("tests/unit/zero/test_store.py",),
     ),
     Mutation(
         "runtime/zero/store.py",
-        "if memory is None or memory.dtype != rest:",
+        "if memory is None or memory.dtype != accumulation_dtype:",
         "if memory is None:",
         "a gradient keeps the dtype of an earlier step",
         ("tests/unit/zero/test_sums.py",),
@@ -154,8 +154,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/hooks.py",
-        "for unit in block.units) <= self._max_live_numel:",
-        "for unit in block.units) < self._max_live_numel:",
+        "for unit in units) > self._max_live_numel:",
+        "for unit in units) >= self._max_live_numel:",
         "a block that exactly fits stage3_max_live_parameters is not prefetched",
         ("tests/unit/zero/test_live_budget.py",),
     ),
@@ -345,8 +345,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/optim/one_bit.py",
-        "            self.forget_errors()\n            self._of_momentum = of_momentum\n        turns",
-        "            self._of_momentum = of_momentum\n        turns",
+        "            self.forget_errors()\n            self._of_momentum = of_momentum\n        unit_steps",
+        "            self._of_momentum = of_momentum\n        unit_steps",
         "errors of gradients are added to momentum",
         ("tests/runtime/one_bit/test_formulas.py",),
     ),
@@ -438,7 +438,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/offload/stores.py",
-        "return there.to(self._rest).add_(shard)",
+        "return there.to(self._accumulation_dtype).add_(shard)",
         "return there.add_(shard)",
         "sums of offloaded gradients are rounded to 16 bits",
         ("tests/unit/offload/test_host_store.py",),

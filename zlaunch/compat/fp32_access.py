@@ -215,7 +215,7 @@ class _Parameter:
             )
         if store is None or not store.has_grad:
             return None
-        if self.unit.gradients is not None and self.unit.gradients.local:
+        if self.unit.gradients is not None and self.unit.gradients.skips_reduction:
             raise UnsupportedError(
                 f"the gradient of {self.unit.names[self.index]} cannot be read or set: in compressed "
                 "steps each rank has its own gradients, and no rank has their average"
@@ -342,12 +342,12 @@ def _find(param: Tensor) -> _Parameter | None:
             f"single values and gradients of {unit.names[0]} and others cannot be read or set under tensor "
             "parallelism yet: use engine.module.state_dict(), load_state_dict(), or checkpoints"
         )
-    unit.check_here(*STATES)
+    unit.check_on_device(*STATES)
     check_step(unit)
     engine._shard_step.wait()
     if not unit.shard_params:
         unit.wait_unsharded()
-        unit.writes.bring()
+        unit.writes.sync_to_masters()
     return _Parameter(engine, unit, next(i for i, own in enumerate(unit.parameters) if own is param))
 
 

@@ -120,7 +120,7 @@ def _resume(folder: str, kind: str, before: int) -> dict[str, float]:
         train_reference(first, plain, data()[:steps])
         for key in ("m", "v", "fresh", "coefficient", "factor", "t", "interval", "counter"):
             setattr(reference, key, getattr(first, key))
-        reference.dense_next = not (tag == "3" and engine._reducer.local)
+        reference.dense_next = not (tag == "3" and engine._reducer.skips_reduction)
         train_reference(reference, plain, data()[steps:])
         train(engine, data()[steps:])
         found[f"{tag} {rank}"] = error(engine, plain)

@@ -76,9 +76,11 @@ def make(dtype: torch.dtype = torch.bfloat16, *, elsewhere: bool = False) -> tup
     return unit, unit.store
 
 
-def add(store: HostStore, value: float, *, first: bool, rest: torch.dtype = torch.float32) -> None:
+def add(
+    store: HostStore, value: float, *, first: bool, accumulation_dtype: torch.dtype = torch.float32
+) -> None:
     assert store.master is not None
-    shard = store.room_for_grad(first, torch.bfloat16, rest)
+    shard = store.room_for_grad(first, torch.bfloat16, accumulation_dtype)
     store.add_grad(shard.fill_(value), first=first, stays=False)
 
 

@@ -98,8 +98,8 @@ def test_new_values_are_written_beside_the_master() -> None:
         for _, tile, view in tiles:
             view.master += 1
             tile.publish()
-    assert values.tolist() == [1, 2, 3, 4, 5, 6] and store.narrow_copy is values
-    assert DeviceStore(store.master, DeviceValues(store.master), []).narrow_copy is None
+    assert values.tolist() == [1, 2, 3, 4, 5, 6] and store.compute_copy is values
+    assert DeviceStore(store.master, DeviceValues(store.master), []).compute_copy is None
 
 
 def test_gradients_of_a_step_are_added() -> None:

@@ -80,7 +80,7 @@ def _numel(parameter: Tensor) -> int:
 def _own(parameter: Tensor) -> Tensor:
     """Return this rank's part, flat; on disk it has no memory here and is read."""
     unit = _unit(parameter)
-    unit.check_here(VALUES)
+    unit.check_on_device(VALUES)
     slot = unit.layout.slots[_index(parameter)]
     if has_groups(unit.comm.link) and unit.shard_params:
         raise UnsupportedError(
