@@ -77,6 +77,7 @@ def _kill_zlaunch_in_job(launch: Launch) -> None:
     os.kill(_children(launch.process.pid)[0], signal.SIGKILL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("by", "act"),
     [

@@ -208,6 +208,7 @@ TORCHRUN = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tasks", "flags"), [(1, ()), (2, ()), (1, TORCHRUN)])
 def test_started_by_the_users_own_srun(
     cluster: Testbed, tmp_path: Path, tasks: int, flags: tuple[str, ...]

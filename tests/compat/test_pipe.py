@@ -208,6 +208,7 @@ CASES: list[tuple[str, int, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "world", "stages", "options", "section"), CASES)
 def test_training_equals_one_process(
     kind: str, world: int, stages: int, options: dict[str, Any], section: dict[str, Any]

@@ -241,7 +241,7 @@ def _errors(case: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=pytest.mark.exhaustive) if c == "compiled_blocks" else c for c in CASES],

@@ -176,6 +176,7 @@ def test_parameters_that_are_changed_between_pass_and_step(change: str) -> None:
     assert any("was changed between the backward pass and engine.step()" in said[2] for said in found)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("look", ["look before", "look between", "held"])
 def test_parameters_may_be_looked_at_at_any_time(look: str, world: int) -> None:

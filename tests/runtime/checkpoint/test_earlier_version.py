@@ -36,6 +36,7 @@ def _goes_on(folder: str, stage: int, dtype: str) -> tuple[dict[str, Tensor], di
     return state, weights, facts, following
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("world", "stage"), ON)
 @pytest.mark.parametrize("case", CASES)
 def test_loads_and_goes_on(case: str, world: int, stage: int) -> None:

@@ -242,6 +242,7 @@ def _one_rank_looks(stage: int) -> float:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["", "gloo"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_leaves_nothing_to_begin(stage: int, env: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ def _bytes(mesh: str, zero: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "zero", "wanted"),
     [

@@ -173,6 +173,7 @@ def _written(how: str) -> str:
     return ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["read", "written", "written, then gathered"])
 def test_a_write_to_rounded_values_is_noticed_and_a_read_is_none(how: str) -> None:
     said = "" if how == "read" else "layers.1 was changed in place while gathered (ZeRO stage 3)"
@@ -197,6 +198,7 @@ def _frozen(mesh: str, zero: dict[str, Any]) -> tuple[int, int]:
     return sum(name not in trained for name in rounded), sum(name in trained for name in rounded)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["world", "copies"])
 def test_frozen_parameters_alone_are_rounded(mesh: str) -> None:
     zero = {"zero_quantized_nontrainable_weights": True}

@@ -270,6 +270,7 @@ def _uses(folder: str, stage: int) -> str:
     return "done"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_needs_them_says_so(tmp_path: Path, stage: int) -> None:
     assert run_workers(_uses, 2, str(tmp_path), stage) == ["done"] * 2

@@ -60,6 +60,7 @@ def _train(accumulation: int) -> tuple[float, float, int, int]:
     return apart, together, in_signs, exchanges
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (2, 3), (3, 1)])
 def test_steps_are_those_of_the_paper(world: int, accumulation: int) -> None:
     for apart, together, in_signs, exchanges in run_workers(_train, world, accumulation):
@@ -125,6 +126,7 @@ def _resume_sharded(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [1, 3])
 def test_saves_have_what_ranks_agree_on(after: int, tmp_path: Path) -> None:
     first, second = run_workers(_save, 2, str(tmp_path))

@@ -106,6 +106,7 @@ def _load(stage: int, bf16: bool) -> None:
     assert train_engine(second, data) == train_engine(third, data)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, True), (3, False), (3, True)])
 def test_load_state_dict(stage: int, bf16: bool) -> None:
     run_workers(_load, 2, stage, bf16)

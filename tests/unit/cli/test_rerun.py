@@ -108,6 +108,7 @@ def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     assert code == 2 and "--dry_run goes before RUN" in err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flag", ["--run_dir", "--enable-each-rank-log", "--log_dir", "--log-dir", "--log_di"]
 )
