@@ -1,6 +1,6 @@
 """Count the files and functions of zlaunch that one training micro-batch runs through.
 
-    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace         # prints one line on rank 0
+    zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace         # prints a line for each part
     zlaunch --num_gpus 2 --no_local_rank -m benchmarks.trace --list  # and the functions, by file
 
 A micro-batch is a forward pass, a backward pass and a step of a model of four layers at stage 3, after three
@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,6 +41,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.found: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        self.calls = 0
 
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event != "call":
@@ -46,9 +49,17 @@ class Trace:
         path = os.path.realpath(frame.f_code.co_filename)
         for folder in FOLDERS:
             if path.startswith(f"{ROOT / folder}{os.sep}"):
+                self.calls += 1
                 self.found[os.path.relpath(path, ROOT)].add(
                     (frame.f_code.co_firstlineno, frame.f_code.co_name)
                 )
+
+    def add(self, *others: Trace) -> None:
+        """Add what others have noted."""
+        for other in others:
+            self.calls += other.calls
+            for path, functions in other.found.items():
+                self.found[path] |= functions
 
     def __enter__(self) -> Trace:
         sys.setprofile(self)
@@ -70,29 +81,33 @@ def main(stage: int, lists: bool) -> None:
         "log_level": "error",
     }
     engine, *_ = zlaunch.initialize(model=make_model(), config=config)
-    device = engine.device
-    trace = Trace()
+    traces = {part: Trace() for part in ("forward", "backward", "both", "step", "all")}
     for index in range(4):
-        x = torch.randn(4, 64, device=device)
-        if index == 3:
-            with trace:
-                micro_batch(engine, x)
-        else:
-            micro_batch(engine, x)
+        x = torch.randn(4, 64, device=engine.device)
+        micro_batch(engine, x, traces if index == 3 else {})
+    traces["both"].add(traces["forward"], traces["backward"])
+    traces["all"].add(traces["both"], traces["step"])
     if engine.global_rank == 0:
-        functions = sum(map(len, trace.found.values()))
-        print(f"stage {stage}, {engine.world_size} ranks: {len(trace.found)} files, {functions} functions")
+        print(f"stage {stage}, {engine.world_size} ranks")
+        for part, trace in traces.items():
+            count = sum(map(len, trace.found.values()))
+            print(f"{part}: {len(trace.found)} files, {count} functions, {trace.calls} calls")
+        found = traces["all"].found
         if lists:
-            for path in sorted(trace.found):
-                print(f"{path}: {', '.join(name for _, name in sorted(trace.found[path]))}")
+            for path in sorted(found):
+                print(f"{path}: {', '.join(name for _, name in sorted(found[path]))}")
     engine.destroy()
 
 
-def micro_batch(engine: Any, x: torch.Tensor) -> None:
-    """Make a forward pass, a backward pass and a step."""
-    loss = engine(x).square().mean()
-    engine.backward(loss)
-    engine.step()
+def micro_batch(engine: Any, x: torch.Tensor, traces: Mapping[str, Trace]) -> None:
+    """Make a forward pass, a backward pass and a step, each under its trace, if there is one."""
+    nothing = nullcontext()
+    with traces.get("forward", nothing):
+        loss = engine(x).square().mean()
+    with traces.get("backward", nothing):
+        engine.backward(loss)
+    with traces.get("step", nothing):
+        engine.step()
 
 
 if __name__ == "__main__":
