@@ -218,7 +218,11 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
         say("--requeue: not inside a SLURM job; nothing to requeue")
         return
     try:
-        if was_cancelled(_run(["scontrol", "show", "job", job], _QUERY_TIMEOUT_S, environ).stdout):
+        shown = _run(["scontrol", "show", "job", job], _QUERY_TIMEOUT_S, environ).stdout
+        if has_restarted(shown, environ):
+            say(f"SLURM has requeued job {job}")
+            return
+        if was_cancelled(shown):
             say(f"job {job} was cancelled and is not requeued")
             return
     except SlurmError as error:
@@ -227,6 +231,15 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], None]) -> None:
     result = _run(["scontrol", "requeue", job], _QUERY_TIMEOUT_S, environ)
     if result.returncode:
         say(f"scontrol requeue {job}: {_complaint(result)}")
+
+
+def has_restarted(text: str, environ: Mapping[str, str]) -> bool:
+    """Tell from `scontrol show job` whether SLURM itself has requeued this process's job, as at the end of a
+    preemption and after `scontrol requeue`. The job counts one restart more than this process then.
+    """
+    restarts = re.search(r"\bRestarts=(\d+)", text)
+    own = environ.get("SLURM_RESTART_COUNT", "0")
+    return restarts is not None and int(restarts[1]) > int(own if own.isdecimal() else 0)
 
 
 def was_cancelled(text: str) -> bool:

@@ -253,7 +253,16 @@ def test_a_task_whose_zlaunch_is_killed_ends_the_step(cluster: Testbed, tmp_path
         process.communicate()
 
 
-def test_a_cancelled_job_stays_cancelled(cluster: Testbed, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "states", "words"),
+    [
+        ("scancel", ("CANCELLED", "COMPLETING", ""), "was cancelled and is not requeued"),
+        ("scontrol requeue", ("PENDING",), "SLURM has requeued job"),
+    ],
+)
+def test_what_has_become_of_a_job_that_was_ended(
+    cluster: Testbed, tmp_path: Path, command: str, states: tuple[str, ...], words: str
+) -> None:
     (tmp_path / "worker.py").write_text("import time\nopen('ready', 'w').close()\ntime.sleep(600)")
     (tmp_path / "job.sbatch").write_text(
         f"#!/bin/bash\n#SBATCH -N2 --requeue --output={tmp_path}/out\n"
@@ -267,11 +276,11 @@ def test_a_cancelled_job_stays_cancelled(cluster: Testbed, tmp_path: Path) -> No
         return subprocess.run(command, env=cluster.env(), capture_output=True, text=True).stdout.strip()
 
     wait_until((tmp_path / "ready").exists, "the worker is up")
-    subprocess.run(["scancel", job], env=cluster.env(), check=True)
+    subprocess.run([*command.split(), job], env=cluster.env(), check=True)
     wait_until(lambda: state() in ("CANCELLED", "PENDING", ""), state)
     wait_until(lambda: not cluster.processes(), lambda: f"{cluster.processes()}")
     said = (tmp_path / "out").read_text()
-    assert state() in ("CANCELLED", "COMPLETING", "") and "is not requeued" in said, (state(), said)
+    assert state() in states and words in said, (state(), said)
 
 
 def test_agents_say_what_only_they_know(cluster: Testbed, tmp_path: Path) -> None:

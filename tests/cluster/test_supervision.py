@@ -169,6 +169,50 @@ GOES_ON = """
 """
 
 
+SAVES_AT_SIGTERM = """
+import signal, sys, time
+
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_start_of_a_grace_time_ends_the_run_and_requeues_it(
+    cluster: Testbed, tmp_path: Path, nodes: int
+) -> None:
+    """SLURM sends SIGTERM to the steps only then, and would requeue the job itself after ten minutes."""
+    (tmp_path / "worker.py").write_text(SAVES_AT_SIGTERM)
+    zlaunch = [sys.executable, "-m", "zlaunch", "slurm", "submit", "-p", "grace", "--requeue", "--time=30"]
+    zlaunch += [f"--num_nodes={nodes}", "--num_gpus=1", "-c1", f"--output={tmp_path}/out"]
+    zlaunch += [f"--python={sys.executable}", f"--zlaunch_args=--no_local_rank --run_dir={tmp_path}/run"]
+    env = {**cluster.env(), "PYTHONPATH": str(ROOT)}
+    more = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    job = subprocess.run([*zlaunch, "worker.py"], **more).stdout.strip()  # type: ignore[call-overload]
+    logs = [tmp_path / "run" / "logs" / f"rank_{rank:05d}.log" for rank in range(nodes)]
+
+    def all_say(word: str) -> bool:
+        return all(log.exists() and word in log.read_text() for log in logs)
+
+    def shown() -> str:
+        command = ["scontrol", "show", "job", job]
+        return subprocess.run(command, **more).stdout  # type: ignore[call-overload]
+
+    wait_until(lambda: all_say("ready"), "the workers are up")
+    urgent = ["sbatch", "--parsable", "-pfirst", f"-N{len(cluster.hosts)}", "--exclusive", "--wrap=sleep 600"]
+    other = subprocess.run(urgent, **more).stdout.strip()  # type: ignore[call-overload]
+    wait_until(lambda: "JobState=PENDING" in shown(), shown)
+    assert "Restarts=1" in shown() and all_say("saved")
+    text = (tmp_path / "out").read_text()
+    assert "stopped by SIGTERM" in text and f"requeueing job {job}" in text
+    subprocess.run(["scancel", job, other], **more)  # type: ignore[call-overload]
+
+
 @pytest.mark.exhaustive
 def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(GOES_ON))

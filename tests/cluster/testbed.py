@@ -122,7 +122,7 @@ class Testbed:
             return probe.connect_ex((self.address(node), 22)) == 0
 
     def _all_idle(self) -> bool:
-        states = sh("sinfo", "-h", "-N", "-o", "%T", env=self.env(), check=False).stdout.split()
+        states = sh("sinfo", "-h", "-N", "-p", "all", "-o", "%T", env=self.env(), check=False).stdout.split()
         return len(states) == len(self.hosts) and set(states) == {"idle"}
 
     def env(self) -> dict[str, str]:
@@ -202,7 +202,10 @@ class Testbed:
             "SlurmdParameters=config_overrides\nSelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\n"
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nGresTypes=gpu\n"
             "ReturnToService=2\nSlurmdTimeout=600\nKillWait=10\nJobRequeue=1\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
             f"{nodes}PartitionName=all Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE\n"
+            "PartitionName=grace Nodes=ALL State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=600\n"
+            "PartitionName=first Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF\n"
         )
         (f / "gres.conf").write_text(f"Name=gpu File={f}/gpu[0-{self.slots - 1}] Flags=nvidia_gpu_env\n")
         (f / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -111,8 +111,12 @@ class Launcher(Job):
         return outcome.code
 
     def end_of(self, outcome: Outcome) -> End:
-        """Return the end of a run. SIGTERM at the end of the SLURM job's time is its time limit."""
+        """Return the end of a run. SIGTERM at the end of the SLURM job's time is its time limit. A run that
+        saves at SIGTERM, because it is requeued, has saved.
+        """
         end = outcome.end
+        if self.is_requeued(outcome) and outcome.saved:
+            return replace(end, cause="saved")
         allocation = self.allocation
         ends_at = None if allocation is None else allocation.ends_at
         is_late = ends_at is not None and time.time() >= ends_at - _CLOCKS_S

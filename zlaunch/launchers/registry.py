@@ -6,6 +6,7 @@ To add one, write a file with a subclass of `Launcher` and a line in NAMED.
 from __future__ import annotations
 
 import os
+import shutil
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ def choose(launch: Launch, allocation: Allocation | None) -> tuple[str, str]:
             return LOCAL, f"a single task of SLURM job {allocation.job_id}"
         if inside:
             return _SRUN_TASK, f"started by srun in SLURM job {allocation.job_id}"
+        if alone and launch.requeue and shutil.which("srun") is not None:
+            return SLURM, "--requeue: SLURM tells only its steps of a preemption"
         if alone and allocation.nodes[0].host in own_names():
             return LOCAL, f"SLURM job {allocation.job_id} has this node alone"
         return SLURM, f"SLURM job {allocation.job_id}"

@@ -67,6 +67,7 @@ from zlaunch.system.messages import (
     Pong,
     Preload,
     Signal,
+    Signalled,
     Spawned,
     Start,
     Stop,
@@ -393,7 +394,8 @@ class Agent:
         """Says what to do at each command; the handshake handles the others."""
         self.user_input = take_user_input()
         self.poll_s = 1.0
-        self.asked_by_signal = ""
+        self.asked_by_signal = 0
+        self.has_told_signal = False
         self.ended = False
         self.standby: Preloader | None = None
         """Has the modules of all workers imported, for the next attempt."""
@@ -462,7 +464,7 @@ class Agent:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """Record the signal and no more: this runs between any two steps of the loop."""
-        self.asked_by_signal = signal_name(signum)
+        self.asked_by_signal = signum
 
     def _on_stdin(self) -> None:
         commands = self.uplink.read()
@@ -484,6 +486,20 @@ class Agent:
 
             with suppress(SlurmError):  # no launcher is left to be told
                 cancel_step(os.environ)
+
+    def _on_asked_by_signal(self) -> None:
+        """Stop. A SIGTERM in a SLURM job is meant for the launcher too, which may not have got it."""
+        if self._is_alone():
+            self._leave("the agent's watchdog was killed")
+            return
+        if (
+            not self.has_told_signal
+            and self.asked_by_signal == signal.SIGTERM
+            and "SLURM_JOB_ID" in os.environ
+        ):
+            self.has_told_signal = True
+            self.send(Signalled(self._host(), int(self.asked_by_signal), time.time()))
+        self._leave(f"the agent got {signal_name(self.asked_by_signal)}")
 
     def _leave(self, why: str, grace_s: float | None = None) -> None:
         """Stop the workers, and then end."""
@@ -782,8 +798,7 @@ class Agent:
         if self.outbox.lost:
             self._on_orphaned()
         if self.asked_by_signal:
-            got = f"the agent got {self.asked_by_signal}"
-            self._leave("the agent's watchdog was killed" if self._is_alone() else got)
+            self._on_asked_by_signal()
         if silence := self.uplink.too_silent(self._grace_s()):
             self._leave(silence)
         if self.uplink.lease_is_over():

@@ -26,6 +26,7 @@ from zlaunch.supervisor.hang import HangWatch
 from zlaunch.supervisor.nodes import SLOW_S, Heartbeat, Left, Link, Silent
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.run_files import RunFiles
+from zlaunch.supervisor.step_signal import STEP_SIGNAL
 from zlaunch.supervisor.verdict import Outcome, Verdict
 from zlaunch.system.events import Event, Output
 from zlaunch.system.messages import (
@@ -52,6 +53,7 @@ from zlaunch.system.messages import (
     SaveAsked,
     Saved,
     Signal,
+    Signalled,
     SnapshotTaken,
     Spawned,
     StandsStill,
@@ -122,7 +124,9 @@ class Wake(NamedTuple):
 
 
 Received = AgentEvent | Silent | Eof | Wake
-_RECORDED = frozenset((AgentStarted, Spawned, Exited, Notice, Failed, Stopping, Done, Other, *ANSWERS))
+_RECORDED = frozenset(
+    (AgentStarted, Spawned, Exited, Notice, Failed, Signalled, Stopping, Done, Other, *ANSWERS)
+)
 """Events that go into events.jsonl as they come. Handlers write others: those of scripts, some answers."""
 
 
@@ -184,7 +188,7 @@ class Controller:
         self.acts_on_save = False
         """Whether the script or its engine saves when it is asked to, as rank 0 says."""
         self.has_saved_since = False
-        """Whether it has saved since it was asked to."""
+        """Whether it has saved since it was asked to, or a signal has stopped it."""
         self.has_told_unsaved = False
         self.last_saved: tuple[object, ...] = ()
         self.has_engine = False
@@ -206,6 +210,7 @@ class Controller:
             Notice: self._on_notice,
             Exited: self._on_exited,
             Failed: self._on_failed,
+            Signalled: self._ignore,
             Stopping: self._on_stopping,
             Done: self._on_done,
             Other: self._ignore,
@@ -255,6 +260,7 @@ class Controller:
         outcome = self.verdict.outcome(
             self.signum,
             save_asked=self.save_asked,
+            saved=self.has_saved_since,
             regroups=self.regrouping,
             vanished=len(self.gone) == len(self.links),
         )
@@ -574,7 +580,7 @@ class Controller:
 
     def _on_saved(self, _index: int, event: Saved) -> None:
         """Record a checkpoint. A node that is back may take part from here on."""
-        self.has_saved_since = self.save_asked
+        self.has_saved_since = self.save_asked or bool(self.signum)
         self.hang.activity()
         self.verdict.may_have_saved = self.verdict.has_progressed = True
         run_folder.saved(self.plan, event)
@@ -622,7 +628,8 @@ class Controller:
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Stop from the handler, not from the loop: the main thread may be stuck at a halted terminal."""
-        if self.signum and time.monotonic() - self.signalled_at < _PATIENCE_S:
+        is_slurms = STEP_SIGNAL.is_expected(signum)
+        if self.signum and (is_slurms or time.monotonic() - self.signalled_at < _PATIENCE_S):
             return  # `timeout` and terminals signal a process and its group, which is not impatience
         if self.signum:
             for link in self.links:

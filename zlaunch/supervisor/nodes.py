@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from zlaunch.errors import NodeError
 from zlaunch.supervisor.clock_bound import ClockBound
+from zlaunch.supervisor.step_signal import STEP_SIGNAL
 from zlaunch.system import boot_clock
 from zlaunch.system.events import Event, Output
 from zlaunch.system.machine import Facts
@@ -32,6 +33,7 @@ from zlaunch.system.messages import (
     Pong,
     Reach,
     Reached,
+    Signalled,
     Sweep,
     Swept,
     decode_event,
@@ -82,6 +84,8 @@ class Link:
                 decoded = decode_event(event)
             except MissingField as error:
                 decoded = Damaged(str(error))
+            if isinstance(decoded, Signalled):
+                STEP_SIGNAL.relay(decoded.signum)
             yield decoded
 
     def send(self, command: Command) -> None:

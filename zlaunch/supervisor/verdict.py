@@ -226,7 +226,9 @@ class Outcome:
     save_asked: bool = False
     """Tells whether the workers were asked to save and stop."""
     saved: bool = False
-    """Tells whether the workers have saved and want to be started again."""
+    """Tells whether the workers have saved and want to be started again, or have saved when a signal stopped
+    the run.
+    """
     regroups: bool = False
     """Tells whether the attempt was ended for one with nodes that are back."""
     refused_by: tuple[str, ...] = ()
@@ -341,10 +343,16 @@ class Verdict:
         self.stop_at = moment if self.stop_at is None else min(self.stop_at, moment)
 
     def outcome(
-        self, signum: int, *, save_asked: bool, regroups: bool = False, vanished: bool = False
+        self,
+        signum: int,
+        *,
+        save_asked: bool,
+        saved: bool = False,
+        regroups: bool = False,
+        vanished: bool = False,
     ) -> Outcome:
-        """Say what went wrong, if anything, and return how the attempt ended. `vanished`: no agent is left
-        that would have said so.
+        """Say what went wrong, if anything, and return how the attempt ended. `saved`: the run has saved
+        since it was asked to, or was stopped; `vanished`: no agent is left that would have said so.
         """
         found = Outcome(
             0,
@@ -357,7 +365,7 @@ class Verdict:
         )
         if signum:
             self._console.message(f"stopped by {signal_name(signum)}")
-            return replace(found, code=128 + signum, signum=signum)
+            return replace(found, code=128 + signum, signum=signum, saved=saved)
         if regroups and not self.failures and not self.errors:
             return replace(found, code=1, regroups=True)
         for error in self.errors:

@@ -279,6 +279,14 @@ class Failed(NamedTuple):
     time: float
 
 
+class Signalled(NamedTuple):
+    """Report that SLURM has sent the agent a signal that ends the run."""
+
+    host: str
+    signum: int
+    time: float
+
+
 class Stopping(NamedTuple):
     """Report that the agent stops the workers."""
 
@@ -326,6 +334,7 @@ AgentEvent = (
     | Packages
     | Notice
     | Failed
+    | Signalled
     | Stopping
     | Done
     | Damaged
@@ -352,6 +361,7 @@ AGENT_EVENT_TYPES: Mapping[str, type[Any]] = {
     "packages": Packages,
     "notice": Notice,
     "error": Failed,
+    "signalled": Signalled,
     "stopping": Stopping,
     "done": Done,
     "damaged": Damaged,

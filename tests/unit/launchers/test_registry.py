@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from zlaunch.hostfiles.grammar import HostEntry
 from zlaunch.launchers import registry
 from zlaunch.launchers.base import HostSelection
 from zlaunch.launchers.this_node import ThisNodeLauncher
+from zlaunch.slurm.environment import read
 
 NAMES = [*registry.NAMED, *registry._IMPLIED]
 
@@ -73,6 +76,21 @@ def test_slots_that_are_not_written_down_are_asked_for() -> None:
 def test_a_choice_that_cannot_be_made_names_the_option(given: dict[str, Any], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         chosen(HostEntry("a", slots=1), HostEntry("b", slots=1), **given)
+
+
+@pytest.mark.parametrize(
+    ("requeue", "srun", "name"),
+    [(False, "srun", registry.LOCAL), (True, "srun", registry.SLURM), (True, "none", registry.LOCAL)],
+)
+def test_a_requeued_job_of_one_node_has_its_workers_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requeue: bool, srun: str, name: str
+) -> None:
+    """SLURM sends SIGTERM to steps at the start of a grace time, not to the batch shell."""
+    (tmp_path / srun).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    allocation = read({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": socket.gethostname()})
+    options: Any = SimpleNamespace(node_rank=None, launcher=None, hostfile=None, requeue=requeue)
+    assert registry.choose(options, allocation)[0] == name
 
 
 def test_an_option_is_needed_where_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,26 @@ def test_a_stop_asks_every_living_worker_once(scene: Scene) -> None:
     assert scene.said()[0]["after_stop"] is True
 
 
+@pytest.mark.parametrize("in_slurm", [True, False])
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_a_signal_of_slurm_is_reported_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, in_slurm: bool, has_plan: bool
+) -> None:
+    """SLURM may have sent it to the agents alone: the launcher has to know, also before there are workers."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    if has_plan:
+        scene.start()
+    scene.said()
+    scene.agent._on_signal(signal.SIGTERM, None)
+    scene.agent._tick()
+    scene.agent._tick()
+    signalled = [event["signum"] for event in scene.said() if event["type"] == "signalled"]
+    assert signalled == [int(signal.SIGTERM)] * in_slurm
+    assert scene.agent.leaving and scene.agent.ended is not has_plan
+
+
 def test_what_the_launcher_says_kill_to_is_killed_in_the_next_round(scene: Scene) -> None:
     scene.start()
     scene.tell({"cmd": "kill"})

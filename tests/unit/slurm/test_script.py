@@ -21,7 +21,7 @@ from tests.limits import LIMIT_S
 from tests.tools import plain_tools
 from zlaunch.cli.main import main
 from zlaunch.slurm import commands as queue
-from zlaunch.slurm.commands import read_node_sizes, was_cancelled
+from zlaunch.slurm.commands import has_restarted, read_node_sizes, was_cancelled
 from zlaunch.slurm.environment import SlurmError
 from zlaunch.slurm.script import BatchScript, cores_of, render
 
@@ -532,6 +532,15 @@ def test_submit_and_follow(
 def test_who_cancels_a_job_does_not_want_it_back(state: str, run: str, limit: str, cancelled: bool) -> None:
     text = f"JobId=1 JobName=x\n   JobState={state} Reason=None\n   RunTime={run} TimeLimit={limit}\n"
     assert was_cancelled(text) == cancelled
+
+
+@pytest.mark.parametrize(
+    ("restarts", "own", "restarted"), [(0, None, False), (1, None, True), (2, "2", False), (3, "2", True)]
+)
+def test_slurm_itself_has_requeued_a_job(restarts: int, own: str | None, restarted: bool) -> None:
+    text = f"JobId=1 JobName=x\n   JobState=COMPLETING\n   Requeue=1 Restarts={restarts} BatchFlag=1\n"
+    environ = {} if own is None else {"SLURM_RESTART_COUNT": own}
+    assert has_restarted(text, environ) == restarted
 
 
 SINFO = "cpu*|16|(null)\ngpu|64+|gpu:a100:8(S:0-1),nic:1\ngpu|32|gpu:4\nbig|128|gpu:8"

@@ -23,6 +23,7 @@ from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.controller import Controller
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.nodes import Link
+from zlaunch.supervisor.step_signal import StepSignal
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
 from zlaunch.system.events import WORKER_EVENTS, Event, Output, in_envelope
@@ -122,6 +123,37 @@ def test_each_agent_gets_its_own_part_of_the_plan(scene: Scene) -> None:
     for rank, agent in enumerate(scene.agents):
         (node,) = agent.told[0]["nodes"]
         assert [worker["rank"] for worker in node["workers"]] == [rank] and agent.commands() == []
+
+
+@pytest.mark.parametrize("ends_by", ["agents", "both"])
+def test_the_signal_of_slurm_to_agents_is_one_to_the_launcher(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    """It counts once, however many agents report it, and the launcher's own copy is no second one."""
+    step_signal = StepSignal()
+    for module in ("nodes", "controller"):
+        monkeypatch.setattr(f"zlaunch.supervisor.{module}.STEP_SIGNAL", step_signal)
+    monkeypatch.setattr("zlaunch.supervisor.controller._PATIENCE_S", -1.0)
+    checkpoint = {"type": "checkpoint", "tag": "step1", "folder": "ckpt", "step": 1}
+    report = {"type": "signalled", "signum": int(signal.SIGTERM)}
+    scene.say(0, report, checkpoint)
+    scene.say(1, report)
+    if ends_by == "both":
+        stop = scene.agents[0].send
+        copies: list[int] = []
+
+        def send(message: Event) -> None:
+            stop(message)
+            if message.get("cmd") == "stop" and not copies:
+                copies.append(signal.SIGTERM)
+                scene.controller._on_signal(signal.SIGTERM, None)
+
+        monkeypatch.setattr(scene.agents[0], "send", send)
+    outcome = scene.run()
+    assert (outcome.code, outcome.signum, outcome.saved) == (143, signal.SIGTERM, True), scene.shown()
+    for agent in scene.agents:
+        told = [message.get("cmd") for message in agent.told]
+        assert "stop" in told and "kill" not in told
 
 
 @pytest.mark.parametrize(("code", "bounded"), [(0, True), (7, False)])
