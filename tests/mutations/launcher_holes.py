@@ -58,7 +58,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "zlaunch/system/processes.py",
         "while empty_scans < 2 and",
         "while empty_scans < 1 and",
-        "a sweep ends after one scan that found nothing",
+        "leftovers are killed with one scan that found nothing",
         _PROCESSES,
     ),
     Mutation(
@@ -313,7 +313,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/node/watchdog.py",
-        "        if not _reap():\n            sweep(ancestor=os.getpid(), reap=_reap)\n",
+        "        if not _reap():\n            kill_leftovers(ancestor=os.getpid(), reap=_reap)\n",
         "        _reap()\n",
         "what a killed agent has started stays",
         _WATCHDOG,
@@ -563,7 +563,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/queue/daemon.py",
-        "            resting,\n        )",
+        "            backing_off,\n        )",
         "            (),\n        )",
         "one dead host eats the queue",
         _DAEMON,
@@ -577,7 +577,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/queue/schedule.py",
-        "if place_of(host, number) not in resting]",
+        "if place_of(host, number) not in backing_off]",
         "]",
         "one broken GPU eats the queue",
         ("tests/unit/queue/test_schedule.py", *_DAEMON),
@@ -605,7 +605,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "zlaunch/queue/daemon.py",
-        "        if name := run_id(job):\n            sweep(name)\n",
+        "        if name := run_id(job):\n            kill_leftovers(name)\n",
         "",
         "what a killed launcher leaves keeps running on slots that are free",
         _DAEMON,

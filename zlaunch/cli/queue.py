@@ -54,7 +54,7 @@ def queue(chosen_queue: QueueName | None, show_all: bool, as_json: bool) -> int:
     from zlaunch.cli.tables import make_table, stdout_console
 
     stdout_console().print(make_table(JOB_COLUMNS, map(job_row, jobs), whole=("run",)))
-    for place, seconds in store.resting().items():
+    for place, seconds in store.backing_off().items():
         print(f"{place} rests for {seconds:.0f} s, because it has refused a run")
     return 0
 

@@ -363,11 +363,11 @@ def _take_number(arrival: Arrival, launch: Launch) -> tuple[int, bool]:
 
     Raises LaunchError, and click's Exit after a signal that stops the run.
     """
-    from zlaunch.supervisor.job import Stopped, signals_without_workers
+    from zlaunch.supervisor.job import Stopped, pre_run_signals
 
     say = partial(_say, quiet=launch.quiet)
     try:
-        with signals_without_workers() as signals:
+        with pre_run_signals() as signals:
             number = arrival.number(launch.connect_timeout_s, say)
             return number, signals.save_asked
     except Stopped as stopped:

@@ -19,7 +19,7 @@ from zlaunch.errors import LaunchError
 from zlaunch.hostfiles import filters
 from zlaunch.hostfiles.grammar import HostEntry
 from zlaunch.plan.options import Launch
-from zlaunch.plan.plan import NodePlan, NodeSpec, Part, Plan, RunFacts, make_plan
+from zlaunch.plan.plan import NodePlan, NodeSpec, NodeSubset, Plan, RunFacts, make_plan
 from zlaunch.supervisor.job import Job
 from zlaunch.supervisor.run_folder import first_batches, resume_folder
 from zlaunch.system.processes import python_module_argv
@@ -133,7 +133,7 @@ class Launcher(Job):
         port: int,
         attempt: int,
         *,
-        part: Part | None = None,
+        part: NodeSubset | None = None,
         run: RunFacts | None = None,
     ) -> Plan:
         """Make the plan of an attempt on these nodes."""

@@ -16,11 +16,11 @@ from zlaunch.launchers.found import read_job
 from zlaunch.plan.options import DEFAULT_HOSTFILE, Launch, agreed_port, forwarded_env
 from zlaunch.plan.plan import NodeSpec, Plan
 from zlaunch.plan.world_sizes import possible_world_sizes
-from zlaunch.supervisor.nodes import close_all, connect, sweep_hosts
+from zlaunch.supervisor.nodes import close_all, connect, kill_leftovers_on_hosts
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
-    from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
+    from zlaunch.supervisor.nodes import LostNodeProcesses, Node, Rendezvous, Say
     from zlaunch.transports import Transport
 
 
@@ -87,9 +87,9 @@ class ClusterLauncher(Launcher):
         devices = node.facts.devices
         return [devices[slot] for slot in self._chosen()[node.host] if slot < len(devices)]
 
-    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+    def kill_leftovers(self, lost: Mapping[str, LostNodeProcesses], run_id: str) -> frozenset[str]:
         """End the processes that a run has left on hosts whose agents have died; return those without any."""
-        return sweep_hosts(lost, self.open_transport, run_id)
+        return kill_leftovers_on_hosts(lost, self.open_transport, run_id)
 
     def plan(self, nodes: Sequence[Node], rendezvous: Rendezvous | None, attempt: int) -> Plan:
         """Make the plan for the nodes that are there. Raises NodeError."""

@@ -15,7 +15,7 @@ from zlaunch.launchers.base import FOR_SEVERAL_NODES, FOR_SSH, NEEDS_NODES, unse
 from zlaunch.launchers.cluster import ClusterLauncher
 from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.options import agreed_port
-from zlaunch.plan.plan import NodeSpec, Part, Plan
+from zlaunch.plan.plan import NodeSpec, NodeSubset, Plan
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
@@ -128,7 +128,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
             launch.master_addr or allocation.nodes[0].host,
             launch.master_port or agreed_port(seed),
             attempt,
-            part=Part(first, world, place.rank_of_node, place.nodes),
+            part=NodeSubset(first, world, place.rank_of_node, place.nodes),
         )
 
     def end_of(self, outcome: Outcome) -> End:

@@ -15,14 +15,14 @@ from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles import filters, grammar
 from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_DEBUGPY, NEEDS_NODES, HostSelection, Launcher
 from zlaunch.plan.options import Launch, own_names
-from zlaunch.plan.plan import NodeSpec, Part, Plan, shown_host
-from zlaunch.supervisor.nodes import SLOW_S, Link, Node
+from zlaunch.plan.plan import NodeSpec, NodeSubset, Plan, shown_host
+from zlaunch.supervisor.nodes import SLOW_S, AgentConnection, Node
 from zlaunch.system.machine import Devices, discover, has_debugpy
 from zlaunch.transports.local import open_local
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
-    from zlaunch.supervisor.nodes import Left, Rendezvous, Say
+    from zlaunch.supervisor.nodes import LostNodeProcesses, Rendezvous, Say
 
 
 # -- this node --------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class ThisNodeLauncher(Launcher):
         try:
             if launch.master_addr is not None:
                 _await_address(launch.master_addr, launch.connect_timeout_s, say)
-            link = Link(open_local("localhost", self.agent_log("localhost")))
+            link = AgentConnection(open_local("localhost", self.agent_log("localhost")))
         except NodeError as error:
             return [], [error]
         return [Node(link, own_facts(with_network=False))], []
@@ -82,7 +82,7 @@ class ThisNodeLauncher(Launcher):
         """Return this machine's plan of an attempt."""
         return self.first_plan if attempt == 0 else self.own_plan(attempt)
 
-    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+    def kill_leftovers(self, lost: Mapping[str, LostNodeProcesses], run_id: str) -> frozenset[str]:
         """Do nothing: the launcher itself sees to what is left on its machine."""
         return frozenset(lost)
 
@@ -248,7 +248,7 @@ class ManualLauncher(ThisNodeLauncher):
             launch.master_addr or slots[0][0],
             launch.master_port or _PORT,
             attempt,
-            part=Part(sum(counts[:rank]), sum(counts), rank, len(counts)),
+            part=NodeSubset(sum(counts[:rank]), sum(counts), rank, len(counts)),
         )
 
     def _slots(self) -> list[tuple[str, tuple[int, ...]]]:

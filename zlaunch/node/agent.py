@@ -81,13 +81,13 @@ from zlaunch.system.processes import (
     PASSED_SIGNALS,
     adopt_orphans,
     kill,
+    kill_leftovers,
     open_pidfd,
     pid_namespace,
     run_processes,
     signal_groups,
     signal_name,
     start_ticks,
-    sweep,
 )
 
 # -- outbox -----------------------------------------------------------------------------------------
@@ -828,7 +828,7 @@ class Agent:
         signal_groups(self._living(), signal.SIGKILL)
         self._stop_listing()
         spared = self._not_leftovers()
-        swept = sweep(self.plan.run_id, ancestor=os.getpid(), spared=spared, reap=self._reap)
+        swept = kill_leftovers(self.plan.run_id, ancestor=os.getpid(), spared=spared, reap=self._reap)
         for worker in self.workers.values():
             self._drain(worker)
             for fd in (*worker.streams, worker.event_fd):

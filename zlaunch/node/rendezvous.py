@@ -26,7 +26,7 @@ from zlaunch.system.messages import (
     Swept,
 )
 from zlaunch.system.network import interface_of, open_listener, own_address_towards
-from zlaunch.system.processes import Process, pid_namespace, run_processes, sweep
+from zlaunch.system.processes import Process, kill_leftovers, pid_namespace, run_processes
 
 
 class Handshake:
@@ -42,7 +42,7 @@ class Handshake:
         self._handlers: Mapping[type, Callable[[Any], None]] = {
             Hello: self._hello,
             CheckUp: self._check_up,
-            Sweep: self._sweep,
+            Sweep: self._kill_leftovers,
             Listen: self._listen,
             Reach: self._reach,
         }
@@ -65,7 +65,7 @@ class Handshake:
         checkup = own_checkup(str(command.workdir), command.nccl_setting, gpus)
         self._send(CheckUpAnswer(checkup.as_event()))
 
-    def _sweep(self, command: Sweep) -> None:
+    def _kill_leftovers(self, command: Sweep) -> None:
         """End what is left of a run whose agent here has died: by the run's id and by the sessions of the
         agent and its workers, as far as they are known. The answer says whether certainly nothing is left.
         """
@@ -73,7 +73,7 @@ class Handshake:
         # Process ids of another namespace (a container) name other processes here.
         here = command.pid_namespace != 0 and command.pid_namespace == pid_namespace()
         sessions = [Process(int(pid), int(ticks)) for pid, ticks in command.sessions] if here else []
-        count = sweep(run_id, sessions)
+        count = kill_leftovers(run_id, sessions)
         is_clean = here and not run_processes(run_id, sessions)
         self._send(Swept(count, is_clean))
 

@@ -20,9 +20,9 @@ from zlaunch.system.processes import (
     die_with_parent,
     is_stopped,
     kill,
+    kill_leftovers,
     open_pidfd,
     start_ticks,
-    sweep,
 )
 
 _PASSED = (signal.SIGTERM, signal.SIGHUP)
@@ -77,7 +77,7 @@ def _watch_over(child: int, memory_folder: str) -> NoReturn:
             # Of any child: orphans that were adopted have to be reaped, too.
             pid, status = os.waitpid(-1, 0)
         if not _reap():
-            sweep(ancestor=os.getpid(), reap=_reap)
+            kill_leftovers(ancestor=os.getpid(), reap=_reap)
     finally:
         machine.remove(memory_folder)
         code = os.waitstatus_to_exitcode(status)

@@ -108,8 +108,8 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Says where the nodes of a plan stand in a run whose other nodes are started by other launchers."""
+class NodeSubset:
+    """Locates the nodes of a plan in a run whose other nodes are started by other launchers."""
 
     first_rank: int
     world_size: int
@@ -139,7 +139,7 @@ class Plan:
     """Other launchers of the SLURM step run the other nodes, and are told when this one is gone."""
     python: bool = True
     """The workers are Python programs under our bootstrap, which knows what SIGUSR1 and SIGUSR2 mean."""
-    part: Part | None = None
+    part: NodeSubset | None = None
     """Its place in the run; None: these nodes are the whole run."""
 
     @property
@@ -184,7 +184,7 @@ class Plan:
             )
             for node in data["nodes"]
         )
-        part = None if data["part"] is None else Part(**data["part"])
+        part = None if data["part"] is None else NodeSubset(**data["part"])
         return Plan(**{**data, "nodes": nodes, "preload": tuple(data["preload"]), "part": part})
 
 
@@ -249,7 +249,7 @@ class NodeSpec:
 def common_env(
     run: RunFacts,
     node: NodeSpec,
-    part: Part,
+    part: NodeSubset,
     node_rank: int,
     rendezvous: tuple[str, int],
     attempt: int,
@@ -356,7 +356,7 @@ def make_plan(
     master_port: int,
     attempt: int = 0,
     resume_dir: str | None = None,
-    part: Part | None = None,
+    part: NodeSubset | None = None,
 ) -> Plan:
     """Number the workers in order of the nodes and write down the environment and argv of each. Raises
     LaunchError.
@@ -364,7 +364,7 @@ def make_plan(
     `part` is given where other launchers start the other nodes; None: these nodes are the whole run.
     """
     given = part
-    part = part or Part(0, sum(node.workers for node in nodes), 0, len(nodes))
+    part = part or NodeSubset(0, sum(node.workers for node in nodes), 0, len(nodes))
     if run.launch.debug_rank is not None and run.launch.debug_rank >= part.world_size:
         rank = run.launch.debug_rank
         raise LaunchError(f"--debug {rank}: there is no rank {rank} among {part.world_size} worker(s)")

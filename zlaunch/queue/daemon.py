@@ -37,13 +37,13 @@ from zlaunch.system import boot_clock
 from zlaunch.system.processes import (
     Process,
     kill,
+    kill_leftovers,
     open_pidfd,
     pid_namespace,
     python_module_argv,
     run_processes,
     signal_name,
     start_ticks,
-    sweep,
 )
 from zlaunch.system.user import state_folder
 
@@ -56,7 +56,7 @@ from zlaunch.system.user import state_folder
 
 
 _FOLDER = "attempts"
-Standing = Literal["not begun", "alive", "ended", "lost", "foreign"]
+AttemptStatus = Literal["not begun", "alive", "ended", "lost", "foreign"]
 """`lost`: nobody holds its lock, and nobody wrote its end. `foreign`: another zlaunch wrote its files."""
 
 
@@ -84,8 +84,8 @@ class Attempt:
         """Note how it ended. Raises OSError."""
         self._write("ended", end.as_json())
 
-    def standing(self) -> tuple[Standing, End | None]:
-        """Return what has become of it, and its end where it has ended. Raises OSError."""
+    def status(self) -> tuple[AttemptStatus, End | None]:
+        """Return the status of the attempt, and its end if it has ended. Raises OSError."""
         fd = self._lock(fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask at the same time
         if fd is None:
             return "alive", None
@@ -377,7 +377,7 @@ def is_over(job: Job, attempt: Attempt) -> bool:
     if not attempt.is_here or not name:  # /proc does not show its processes
         return since_s >= limit_s
     if since_s >= limit_s:
-        sweep(name)
+        kill_leftovers(name)
     return not run_processes(name)
 
 
@@ -506,18 +506,18 @@ def settle_attempt(
     Raises LaunchError and OSError.
     """
     attempt = Attempt(folder, job.id, job.attempt)
-    standing, end = attempt.standing()
-    if standing == "alive":
+    status, end = attempt.status()
+    if status == "alive":
         return None
-    if standing == "foreign":
+    if status == "foreign":
         text = f"its files are of zlaunch {attempt.foreign_version()}, which this one cannot read"
         return _end(store, folder, job, End(1, "failed"), text)
-    if end is None and standing == "not begun" and exit_code is not None and exit_code >= 0:
+    if end is None and status == "not begun" and exit_code is not None and exit_code >= 0:
         text = f"its launcher ended with exit code {exit_code} before it began; its console.log says why"
         return _end(store, folder, job, End(exit_code or 1, "refused"), text)
     if end is None and exit_code is not None:
-        end = _unwritten(exit_code, has_begun=standing != "not begun")
-    if end is None and standing == "lost":
+        end = _unwritten(exit_code, has_begun=status != "not begun")
+    if end is None and status == "lost":
         if not is_over(job, attempt):
             return None
         end = End(UNREADY, "saved") if job.wish == "preempt" else End(_KILLED, "lost")
@@ -565,7 +565,7 @@ def _note_places(store: Store, job: QueuedJob, end: End) -> str:
     """
     if end.cause == "host refused":
         places = _refused_places(job, end)
-        return "".join(f"; {place} rests for {store.rest(place):g} s" for place in places)
+        return "".join(f"; {place} rests for {store.back_off(place):g} s" for place in places)
     if end.cause in ("finished", "failed", "saved", "timed out"):
         store.wake_slots(job.slots)
     return ""
@@ -730,7 +730,7 @@ class Stops:
             return "its launcher does not end: asked again"
         kill(process, signal.SIGKILL)
         if name := run_id(job):
-            sweep(name)
+            kill_leftovers(name)
         return "its launcher does not end: killed"
 
     def next_s(self, job: Job) -> float:
@@ -915,13 +915,13 @@ class Daemon:
         waiting = [job for job in jobs if self._may_start(job)]
         if not waiting:
             return
-        resting = self._store.resting()
-        if resting:
-            self._look_within(min(resting.values()))
+        backing_off = self._store.backing_off()
+        if backing_off:
+            self._look_within(min(backing_off.values()))
         chosen = schedule.decide(
             [schedule.Waiting(job.id, job.submission.priority, job.submission.demand) for job in waiting],
             [_as_running(job) for job in running],
-            resting,
+            backing_off,
         )
         highest = max(job.submission.priority for job in waiting)
         for job in running:

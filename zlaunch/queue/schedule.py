@@ -85,32 +85,34 @@ class Assignments:
 
 
 def decide(
-    waiting: Iterable[Waiting], running: Iterable[Running], resting: Collection[Place] = ()
+    waiting: Iterable[Waiting], running: Iterable[Running], backing_off: Collection[Place] = ()
 ) -> Assignments:
     """Give free slots to waiting jobs: none is given twice, or to a job while an earlier one waits for it.
 
-    Nobody gets or reserves slots that are `resting`, or slots of hosts that are.
+    No job gets or reserves slots in `backing_off`, or slots of hosts in it.
     """
     found = Assignments()
     board = _Board(running)
     settled: dict[tuple[object, ...], tuple[int, int]] = {}
-    """Kind of job -> the board as it was when a job of it changed nothing: nor does the next."""
+    """Kind of job -> the board's progress when a job of this kind got nothing. While it is the same, the next
+    job of this kind gets nothing either.
+    """
     order = sorted(waiting, key=lambda job: (-job.priority, job.id))
     for kind, jobs in groupby(order, lambda job: job.kind):
         for job in jobs:
             before = board.progress
             if settled.get(kind) == before:
                 break
-            _serve(job, board, found, resting)
+            _serve(job, board, found, backing_off)
             if board.progress == before:
                 settled[kind] = before
     return found
 
 
-def _serve(job: Waiting, board: _Board, found: Assignments, resting: Collection[Place]) -> None:
+def _serve(job: Waiting, board: _Board, found: Assignments, backing_off: Collection[Place]) -> None:
     """Give a job its slots, or reserve them for it; where the pool is too small, nothing."""
     cost = partial(board.cost, job.priority)
-    chosen = _cheapest(job.demand, cost, resting)
+    chosen = _cheapest(job.demand, cost, backing_off)
     if chosen is None:
         return
     unknown, by_force, _, soon = _total(map(cost, _each(chosen)))
@@ -168,14 +170,14 @@ def _total(costs: Iterable[_Cost]) -> _Cost:
     return unknown, by_force, priorities, soon
 
 
-def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], resting: Collection[Place]) -> Slots | None:
+def _cheapest(demand: Demand, cost: Callable[[_Slot], _Cost], backing_off: Collection[Place]) -> Slots | None:
     """Return the slots with the least in their way; None where the pool is too small for the demand."""
     offers: dict[str, tuple[_Cost, tuple[int, ...]]] = {}
     for host, numbers in demand.pool.items():
-        if host in resting:
+        if host in backing_off:
             continue
         count = len(numbers) if demand.per_node is None else demand.per_node
-        awake = [number for number in numbers if place_of(host, number) not in resting]
+        awake = [number for number in numbers if place_of(host, number) not in backing_off]
         best = sorted((cost((host, number)), number) for number in awake)[:count]
         if 0 < count == len(best):
             offers[host] = _total(each for each, _ in best), tuple(sorted(number for _, number in best))

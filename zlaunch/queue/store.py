@@ -37,7 +37,8 @@ from zlaunch.supervisor.redact import redact, secret_values
 from zlaunch.system import boot_clock
 
 State = Literal["waiting", "running", "ended"]
-Wish = Literal["", "cancel", "cancelling", "timeout", "preempt"]
+PendingAction = Literal["", "cancel", "cancelling", "timeout", "preempt"]
+"""What a running job was asked to do and has not done yet: the column `wish`. "" is nothing."""
 _BUSY_S = 30.0
 _LARGEST = 2**63 - 1
 """The largest number that SQLite holds."""
@@ -129,8 +130,8 @@ class QueuedJob:
     version: str
     """The zlaunch that it was submitted with."""
     state: State
-    wish: Wish
-    """Says what a running job has been asked for, or is to be."""
+    wish: PendingAction
+    """The action that a running job was asked for, or will be."""
     slots: Slots
     attempt: int
     """Number of the attempt that runs, or of the one that comes next; from 0."""
@@ -163,7 +164,7 @@ class UnreadableJob:
     """The run's folder; "" where it is not known."""
     version: str
     state: State
-    wish: Wish
+    wish: PendingAction
     slots: Slots
     attempt: int
     exit_code: int | None
@@ -308,7 +309,7 @@ class Store:
             (job_id,),
         )
 
-    def ask(self, job: Job, wish: Wish) -> bool:
+    def ask(self, job: Job, wish: PendingAction) -> bool:
         """Note what a running job is asked for; False where it does not run, or was asked for another thing
         since it was read.
         """
@@ -342,10 +343,10 @@ class Store:
         with self._open() as base:
             return base.execute(f"UPDATE jobs SET {what} WHERE {where}", (*values, *known)).rowcount == 1
 
-    # -- hosts and slots that rest: the column `host` has places
+    # -- hosts and slots that are backing off: the column `host` has places
 
-    def rest(self, place: Place) -> float:
-        """Let a place rest that has refused a run: the more often, the longer. Return the seconds."""
+    def back_off(self, place: Place) -> float:
+        """Give a place that refused a run no jobs for a while, longer each time. Return the seconds."""
         with self._open() as base:
             base.execute("BEGIN IMMEDIATE")
             row = base.execute("SELECT refusals FROM rests WHERE host = ?", (place,)).fetchone()
@@ -357,8 +358,8 @@ class Store:
             )
         return seconds
 
-    def resting(self) -> dict[Place, float]:
-        """Return the places that rest, and the seconds for which they still do."""
+    def backing_off(self) -> dict[Place, float]:
+        """Return the places that get no jobs now, because they refused a run, with the remaining seconds."""
         now = boot_clock.now_s()
         with self._open() as base:
             rows = base.execute(

@@ -23,7 +23,7 @@ from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.debugger import advice
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.hang import HangWatch
-from zlaunch.supervisor.nodes import SLOW_S, Heartbeat, Left, Link, Silent
+from zlaunch.supervisor.nodes import SLOW_S, AgentConnection, Heartbeat, HeartbeatTimeout, LostNodeProcesses
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.run_files import RunFiles
 from zlaunch.supervisor.step_signal import STEP_SIGNAL
@@ -63,7 +63,7 @@ from zlaunch.system.messages import (
     decode_worker_event,
     encode_event,
 )
-from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, signal_name, sweep
+from zlaunch.system.processes import PASSED_SIGNALS, Process, adopt_orphans, kill_leftovers, signal_name
 from zlaunch.view.bottleneck import what_bounds
 from zlaunch.view.console import Console
 
@@ -123,7 +123,7 @@ class Wake(NamedTuple):
     """Ends a wait of the main thread."""
 
 
-Received = AgentEvent | Silent | Eof | Wake
+Received = AgentEvent | HeartbeatTimeout | Eof | Wake
 _RECORDED = frozenset(
     (AgentStarted, Spawned, Exited, Notice, Failed, Signalled, Stopping, Done, Other, *ANSWERS)
 )
@@ -137,7 +137,7 @@ class Controller:
         self,
         plan: Plan,
         console: Console,
-        links: Sequence[Link],
+        links: Sequence[AgentConnection],
         *,
         hang_timeout_s: float = 0.0,
         log_bytes: int | None = None,
@@ -200,7 +200,7 @@ class Controller:
             Output: self._on_output,
             FromScript: self._on_script,
             Pong: self._on_pong,
-            Silent: self._on_silent,
+            HeartbeatTimeout: self._on_heartbeat_timeout,
             Damaged: self._on_damaged,
             Eof: self._on_eof,
             Wake: self._ignore,
@@ -305,7 +305,7 @@ class Controller:
                 self._stop()  # this agent had no plan yet when the signal came
         self.heartbeat.start()
 
-    def _read(self, index: int, link: Link) -> None:
+    def _read(self, index: int, link: AgentConnection) -> None:
         """Put one agent's events of this attempt into the queue. Each reader thread runs this."""
         own = {worker.rank for worker in self.plan.nodes[index].workers}
         try:
@@ -396,7 +396,7 @@ class Controller:
         ends = self.heartbeat.give_up(index)
         if not link.transport.local and any(worker.rank in self.running for worker in workers):
             namespace = self.pid_namespaces.get(index, 0)
-            self.verdict.left[link.host] = Left(ends, tuple(self.started[index]), namespace)
+            self.verdict.left[link.host] = LostNodeProcesses(ends, tuple(self.started[index]), namespace)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -433,7 +433,7 @@ class Controller:
         if self.heartbeat.worth_noting(index):
             self.files.event(encode_event(event))
 
-    def _on_silent(self, index: int, event: Silent) -> None:
+    def _on_heartbeat_timeout(self, index: int, event: HeartbeatTimeout) -> None:
         """Give up a node that no longer answers."""
         self._lose_open(
             index,
@@ -635,7 +635,7 @@ class Controller:
             for link in self.links:
                 link.send(Kill())
                 link.transport.kill()
-            self._sweep()
+            self._kill_leftovers()
             run_folder.ended(self.plan.run_dir, End.of_code(128 + self.signum))
             os._exit(128 + self.signum)
         self.signum = signum
@@ -656,11 +656,13 @@ class Controller:
             for link in self.links:
                 link.send(Signal(int(signum)))
 
-    def _sweep(self) -> None:
+    def _kill_leftovers(self) -> None:
         """Leave no process of the run on this machine, where its agent is gone."""
         if any(link.transport.local for index, link in enumerate(self.links) if index not in self.waiting):
             spared = () if self.provenance is None else self.provenance.pids
-            sweep(self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid(), spared=spared)
+            kill_leftovers(
+                self.plan.run_id, tuple(self.sessions.values()), ancestor=os.getpid(), spared=spared
+            )
 
     def _finish(self) -> None:
         """Leave no process of the run on this machine and no agent, but those that wait for another attempt,
@@ -672,10 +674,10 @@ class Controller:
             thread.start()
         for thread in threads:  # an error in one of them keeps nothing else from being ended
             thread.join()
-        self._sweep()
+        self._kill_leftovers()
         self._take_rest()
 
-    def _part(self, link: Link) -> None:
+    def _part(self, link: AgentConnection) -> None:
         if self.open_nodes:
             link.transport.kill()
         link.end()

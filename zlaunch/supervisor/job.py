@@ -16,7 +16,15 @@ from zlaunch.plan.plan import Plan
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.controller import STOP_SIGNALS, Controller
 from zlaunch.supervisor.end import REFUSED_CODE, End
-from zlaunch.supervisor.nodes import Left, Link, Node, Rendezvous, Say, close_all, find_rendezvous
+from zlaunch.supervisor.nodes import (
+    AgentConnection,
+    LostNodeProcesses,
+    Node,
+    Rendezvous,
+    Say,
+    close_all,
+    find_rendezvous,
+)
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
@@ -68,7 +76,7 @@ class Agents:
         """End the agents of these hosts."""
         close_all([self._nodes.pop(host) for host in hosts if host in self._nodes])
 
-    def keep(self, links: Sequence[Link]) -> None:
+    def keep(self, links: Sequence[AgentConnection]) -> None:
         """Take note that only these are left."""
         self._nodes = {node.host: node for node in self._nodes.values() if node.link in links}
 
@@ -198,8 +206,8 @@ class Hosts:
             self._spares.append(host)
 
 
-class Returns:
-    """Looks, in a thread, whether hosts that are gone are back."""
+class HostReturnWatcher:
+    """Polls, in a thread, whether lost hosts answer again."""
 
     def __init__(self, connect: Connect, hosts: Sequence[str]) -> None:
         self._connect = connect
@@ -263,7 +271,7 @@ class Job(ABC):
         return ()
 
     @abstractmethod
-    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+    def kill_leftovers(self, lost: Mapping[str, LostNodeProcesses], run_id: str) -> frozenset[str]:
         """End what is left of a run on hosts whose agents have died; return those where certainly nothing is
         left.
         """
@@ -283,7 +291,7 @@ def run_job(
     """Run the job until it ends well, or no restart is left. `save_asked`: the workers must save and stop as
     soon as there are some.
     """
-    with signals_without_workers() as signals:
+    with pre_run_signals() as signals:
         signals.save_asked = save_asked
         try:
             outcome = _run(job, console, provenance, signals)
@@ -309,8 +317,8 @@ class Stopped(BaseException):
         self.signum = signum
 
 
-class SignalsWithoutWorkers:
-    """Keeps what signals have asked for while no controller handled them."""
+class PreRunSignals:
+    """Records what signals asked for while no controller handled them."""
 
     def __init__(self) -> None:
         self.save_asked = False
@@ -332,13 +340,13 @@ class SignalsWithoutWorkers:
 
 
 @contextmanager
-def signals_without_workers() -> Iterator[SignalsWithoutWorkers]:
+def pre_run_signals() -> Iterator[PreRunSignals]:
     """Handle a run's signals while no controller does: while nodes are waited for or connected to, and after
     the last attempt. None may kill the launcher before it has written its record.
 
     Raises Stopped in the block.
     """
-    signals = SignalsWithoutWorkers()
+    signals = PreRunSignals()
     before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, *PASSED_SIGNALS)}
     for signum in before:
         if before[signum] is not signal.SIG_IGN:
@@ -350,9 +358,7 @@ def signals_without_workers() -> Iterator[SignalsWithoutWorkers]:
             signal.signal(signum, handler)
 
 
-def _run(
-    job: Job, console: Console, provenance: Provenance | None, signals: SignalsWithoutWorkers
-) -> Outcome:
+def _run(job: Job, console: Console, provenance: Provenance | None, signals: PreRunSignals) -> Outcome:
     agents = Agents(job.connect, console.waiting)
     try:
         return _attempts(job, agents, console, provenance, signals)
@@ -365,7 +371,7 @@ def _attempts(
     agents: Agents,
     console: Console,
     provenance: Provenance | None,
-    signals: SignalsWithoutWorkers,
+    signals: PreRunSignals,
 ) -> Outcome:
     hosts = Hosts(job.hosts, job.launch.spares, job.launch.min_nodes)
     attempt = job.launch.first_attempt
@@ -404,7 +410,7 @@ def _attempts(
             return outcome
 
 
-def _await_leases(left: Mapping[str, Left], console: Console) -> None:
+def _await_leases(left: Mapping[str, LostNodeProcesses], console: Console) -> None:
     """Wait until lost nodes run nothing any more (Note [Lease] in `zlaunch/node/lease.py`). Otherwise a rank
     could be there twice, and both would save into one folder.
     """
@@ -424,7 +430,7 @@ def _attempt(
     console: Console,
     attempt: int,
     provenance: Provenance | None,
-    signals: SignalsWithoutWorkers,
+    signals: PreRunSignals,
 ) -> Outcome:
     nodes = _gather(job, agents, hosts, console)
     if isinstance(nodes, Outcome):
@@ -443,7 +449,7 @@ def _attempt(
     except NodeError as error:
         console.error(f"{error.host}: {error.text}")
         return _refused_by([error])
-    returns = Returns(job.connect, hosts.absent)
+    watcher = HostReturnWatcher(job.connect, hosts.absent)
     agents.prepare(hosts.spares, plan)
     controller = Controller(
         plan,
@@ -452,20 +458,20 @@ def _attempt(
         hang_timeout_s=job.launch.hang_timeout_s,
         log_bytes=job.launch.log_bytes,
         attempt=attempt,
-        regroups=lambda: len(hosts.used) < hosts.wanted and bool(returns.found()),
+        regroups=lambda: len(hosts.used) < hosts.wanted and bool(watcher.found()),
         provenance=provenance,
         save_asked=lambda: signals.save_asked,
     )
     try:
         outcome = controller.run()
     finally:
-        returns.end()
-    for host in returns.found():
+        watcher.end()
+    for host in watcher.found():
         hosts.take_back(host)
     agents.keep([controller.links[index] for index in controller.waiting])
     if outcome.died:
-        died = {host: outcome.left.get(host, Left()) for host in sorted(outcome.died)}
-        clean = job.sweep(died, plan.run_id)
+        died = {host: outcome.left.get(host, LostNodeProcesses()) for host in sorted(outcome.died)}
+        clean = job.kill_leftovers(died, plan.run_id)
         outcome = replace(outcome, left={host: at for host, at in outcome.left.items() if host not in clean})
     return outcome
 

@@ -64,8 +64,8 @@ _R = TypeVar("_R")
 """Return type of the function that `_all` runs on each host."""
 
 
-class Link:
-    """Carries commands to a started agent, and its events back. One thread at a time reads these."""
+class AgentConnection:
+    """Connects the launcher to a started agent: sends commands, receives events in one thread at a time."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -141,7 +141,7 @@ def _why_no_agent(code: int | None, said: str) -> str:
 class Node:
     """Holds a node that has answered."""
 
-    link: Link
+    link: AgentConnection
     facts: Facts
 
     @property
@@ -167,14 +167,14 @@ def connect(
     `open_transport` may raise NodeError. A host that has not answered within `timeout_s` is given up,
     whatever it hangs in: `open_transport` need not return then.
     """
-    links: dict[str, Link] = {}
+    links: dict[str, AgentConnection] = {}
     given_up: set[str] = set()
     # Agents that have answered wait for those that have not, and for the rendezvous.
     waves = -(-len(hosts) // PARALLEL)
     idle_s = waves * timeout_s + _MEET_LIMIT_S
 
     def say_hello(host: str) -> Node:
-        link = links[host] = Link(open_transport(host))
+        link = links[host] = AgentConnection(open_transport(host))
         if host in given_up:
             link.transport.kill()
         answer = link.ask(Hello(idle_s), HelloAnswer)
@@ -328,8 +328,8 @@ def find_rendezvous(
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """Describes what a node that is lost may still run, and until when."""
+class LostNodeProcesses:
+    """Describes the processes that a lost node may still run, and when they are dead at the latest."""
 
     lease_ends: float = 0.0
     """When its workers are dead, whatever has become of it, on this CLOCK_BOOTTIME: Note [Lease]."""
@@ -339,22 +339,22 @@ class Left:
     """Where these process ids hold; 0: unknown."""
 
 
-def sweep_hosts(
-    lost: Mapping[str, Left], open_transport: Callable[[str], Transport], run_id: str
+def kill_leftovers_on_hosts(
+    lost: Mapping[str, LostNodeProcesses], open_transport: Callable[[str], Transport], run_id: str
 ) -> frozenset[str]:
     """End the processes of a run on hosts whose agent and watchdog are dead; return the hosts that have said
     that nothing is left. A host that is down says nothing.
     """
 
     def work(host: str) -> Swept:
-        link = links[host] = Link(open_transport(host))
+        link = links[host] = AgentConnection(open_transport(host))
         left = lost[host]
         return link.ask(Sweep(run_id, left.sessions, left.pid_namespace, _SWEEP_S), Swept)
 
     def give_up(host: str) -> str:
         return "it does not answer"
 
-    links: dict[str, Link] = {}
+    links: dict[str, AgentConnection] = {}
     answers = _all(tuple(lost), work, give_up, _SWEEP_S)
     for link in links.values():
         link.transport.kill()
@@ -384,8 +384,8 @@ _LATE_S = 0.5
 """Seconds beyond a lease's end: for clocks that do not run alike, and for the last process to die."""
 
 
-class Silent(NamedTuple):
-    """Reports a node that has been silent for a period."""
+class HeartbeatTimeout(NamedTuple):
+    """Reports a node from which nothing was heard for a heartbeat period."""
 
     silence_s: float
 
@@ -398,9 +398,9 @@ class Heartbeat:
     """
 
     def __init__(
-        self, links: Sequence[Link], period_s: float, events: queue.SimpleQueue[tuple[int, Any]]
+        self, links: Sequence[AgentConnection], period_s: float, events: queue.SimpleQueue[tuple[int, Any]]
     ) -> None:
-        """Watch agents; a Silent goes into `events`, with the index of its agent."""
+        """Watch agents. Puts a HeartbeatTimeout into `events`, with the index of its agent."""
         self._links = links
         self._period_s = period_s
         self._events = events
@@ -531,4 +531,4 @@ class Heartbeat:
                 silence_s = self.silence_s(index)
                 if silence_s > self._period_s and not self._excused[index] and index not in reported:
                     reported.add(index)
-                    self._events.put((index, Silent(silence_s)))
+                    self._events.put((index, HeartbeatTimeout(silence_s)))

@@ -15,7 +15,7 @@ from typing import Literal
 
 from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor.end import SAVED_CODE, End, Slot
-from zlaunch.supervisor.nodes import Left
+from zlaunch.supervisor.nodes import LostNodeProcesses
 from zlaunch.supervisor.run_files import log_path
 from zlaunch.system.messages import Exited, Raised
 from zlaunch.system.processes import signal_name
@@ -241,7 +241,7 @@ class Outcome:
     """Tells whether the nodes have got a plan."""
     vanished: bool = False
     """Tells whether the agents of all nodes are gone without a word."""
-    left: Mapping[str, Left] = field(default_factory=dict, compare=False)
+    left: Mapping[str, LostNodeProcesses] = field(default_factory=dict, compare=False)
     """What lost nodes may still run, by host."""
 
     @property
@@ -275,7 +275,7 @@ class Verdict:
         """The exit code where an agent, and no worker, ended the run."""
         self.lost: set[str] = set()
         self.died: set[str] = set()
-        self.left: dict[str, Left] = {}
+        self.left: dict[str, LostNodeProcesses] = {}
         self.refused_by: list[str] = []
         self.has_progressed = False
         """Whether a worker has reported a step or saved."""

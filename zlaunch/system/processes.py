@@ -204,7 +204,7 @@ def signal_groups(group_ids: Iterable[int], signum: int) -> None:
             pass
 
 
-def sweep(
+def kill_leftovers(
     run_id: str | None = None,
     sessions: Collection[Process] = (),
     *,
@@ -213,7 +213,7 @@ def sweep(
     reap: Callable[[], object] = lambda: None,
     timeout_s: float = 5.0,
 ) -> int:
-    """Kill all that is left of a run, and return how many processes were found.
+    """Kill the processes that are left of a run, and return how many were found.
 
     It looks until two scans in a row find none: a process that forks faster than we kill shows up in the
     next. The time is bounded because a process stuck in the kernel cannot be killed.

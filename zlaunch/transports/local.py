@@ -13,7 +13,7 @@ from pathlib import Path
 from zlaunch.errors import NodeError
 from zlaunch.system.events import AgentStream, Event, Output, encode
 from zlaunch.system.pipes import widen
-from zlaunch.system.processes import python_module_argv, sweep
+from zlaunch.system.processes import kill_leftovers, python_module_argv
 
 # -- local ------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class LocalTransport:
     def kill(self) -> None:
         """Kill the agent, all that it has started, and its watchdog, in whatever state they are."""
         if self.local and self._process.poll() is None:
-            sweep(ancestor=self._process.pid, timeout_s=_KILL_S)
+            kill_leftovers(ancestor=self._process.pid, timeout_s=_KILL_S)
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # the kernel may hold it
             self._process.wait(_KILL_S)

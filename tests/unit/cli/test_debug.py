@@ -13,7 +13,7 @@ from zlaunch.cli.main import main
 from zlaunch.errors import NodeError
 from zlaunch.launchers.ssh import SshLauncher
 from zlaunch.plan.options import Launch, Program
-from zlaunch.supervisor.nodes import Link, Node, Rendezvous
+from zlaunch.supervisor.nodes import AgentConnection, Node, Rendezvous
 from zlaunch.system.machine import Facts
 
 
@@ -70,7 +70,7 @@ def test_another_host_without_debugpy_is_named_before_workers_start(tmp_path: Pa
     rendezvous = Rendezvous("n0", 29500, ("", ""))
 
     def nodes(*about: Facts) -> list[Node]:
-        return [Node(Link(FakeTransport(f"n{index}")), each) for index, each in enumerate(about)]
+        return [Node(AgentConnection(FakeTransport(f"n{index}")), each) for index, each in enumerate(about)]
 
     launcher = SshLauncher(options, None)
     with pytest.raises(NodeError, match=r"--debug needs debugpy: pip install 'zlaunch\[debug\]'") as caught:

@@ -38,7 +38,7 @@ class Scene:
         monkeypatch.setattr(module, "signal_groups", lambda pids, n: self.signals.append((list(pids), n)))
         monkeypatch.setattr(module, "run_processes", lambda *a, **k: self.leftovers)
         monkeypatch.setattr(module, "kill", lambda process, n: self.killed.append((process, n)))
-        monkeypatch.setattr(module, "sweep", lambda *a, **k: len(self.leftovers))
+        monkeypatch.setattr(module, "kill_leftovers", lambda *a, **k: len(self.leftovers))
         monkeypatch.setattr(module, "spawn", self.spawn)
         monkeypatch.setattr(module, "open_pidfd", lambda pid: None)
         monkeypatch.setattr(os, "waitpid", self.waitpid)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from zlaunch.cli.main import main
 from zlaunch.plan.options import Launch, Program
-from zlaunch.plan.plan import NodeSpec, Part, Plan, RunFacts, is_secret, make_plan, without_secrets
+from zlaunch.plan.plan import NodeSpec, NodeSubset, Plan, RunFacts, is_secret, make_plan, without_secrets
 from zlaunch.runtime.mesh import MeshShape
 from zlaunch.system.events import encode
 from zlaunch.view.plan_table import plan_table
@@ -146,7 +146,7 @@ def test_the_table_of_one_node_counts_those_of_other_launchers() -> None:
         bootstrap=("boot",),
         environ={},
     )
-    part = Part(first_rank=2, world_size=4, first_node=1, node_count=2)
+    part = NodeSubset(first_rank=2, world_size=4, first_node=1, node_count=2)
     made = make_plan(run, [NodeSpec("b", 2, 2)], master_addr="a", master_port=1, part=part)
     assert Plan.from_dict(json.loads(encode(asdict(made)))) == made
     out = StringIO()

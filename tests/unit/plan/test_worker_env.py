@@ -10,7 +10,7 @@ import pytest
 
 from zlaunch.errors import LaunchError
 from zlaunch.plan.options import Launch, Program
-from zlaunch.plan.plan import NodeSpec, Part, RunFacts, WorkerPlan, make_plan
+from zlaunch.plan.plan import NodeSpec, NodeSubset, RunFacts, WorkerPlan, make_plan
 
 RUN = RunFacts(
     launch=Launch(
@@ -50,7 +50,7 @@ def test_each_node_has_its_own_cores_and_workers() -> None:
 def test_workers_that_others_start_on_the_node_share_its_cores_too() -> None:
     """A task of a step plans for one worker, and is one of six on its node."""
     node = NodeSpec("a", workers=1, cores=24, first_local=4, local_world=6)
-    found = workers(node, part=Part(10, 12, 1, 2))
+    found = workers(node, part=NodeSubset(10, 12, 1, 2))
     assert of(found, "OMP_NUM_THREADS") == ["4"]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
     assert [found[0].env[name] for name in names] == ["10", "12", "4", "6", "1", "2"]
@@ -78,7 +78,7 @@ def test_bound_workers_have_a_thread_for_each_of_their_cpus() -> None:
 def test_gloo_takes_the_loopback_only_where_there_is_one_node() -> None:
     assert of(workers(NodeSpec("localhost", 1, 1)), "GLOO_SOCKET_IFNAME") == ["lo"]
     assert of(workers(NodeSpec("a", 1, 1), NodeSpec("b", 1, 1)), "GLOO_SOCKET_IFNAME") == [None, None]
-    alone = workers(NodeSpec("a", 1, 1), part=Part(1, 2, 1, 2))
+    alone = workers(NodeSpec("a", 1, 1), part=NodeSubset(1, 2, 1, 2))
     assert of(alone, "GLOO_SOCKET_IFNAME") == [None], "the other node is another launcher's"
 
 

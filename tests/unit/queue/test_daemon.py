@@ -64,7 +64,7 @@ class Scene:
 def kills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Process, int]]:
     found: list[tuple[Process, int]] = []
     monkeypatch.setattr(daemon, "kill", lambda process, signum: found.append((process, signum)))
-    monkeypatch.setattr(daemon, "sweep", lambda run_id: 0)
+    monkeypatch.setattr(daemon, "kill_leftovers", lambda run_id: 0)
     monkeypatch.setattr(daemon, "run_processes", lambda run_id: [])
     return found
 
@@ -153,7 +153,7 @@ def test_a_launcher_that_does_not_end_is_asked_again_and_killed(
     scene: Scene, kills: list[tuple[Process, int]], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[str] = []
-    monkeypatch.setattr(daemon, "sweep", swept.append)
+    monkeypatch.setattr(daemon, "kill_leftovers", swept.append)
     lock = scene.hold()
     scene.attempt.begin()
     scene.store.ask(scene.job, "cancel")
@@ -242,11 +242,11 @@ def test_a_host_that_refuses_rests_and_costs_no_retry(scene: Scene, clock: Clock
         job = ended(scene, 2, End(2, "host refused", ("node1",)))
         assert (job.state, job.failures, job.refusals) == ("waiting", 0, count + 1)
         assert "host refused: node1" in job.why
-        rests.append(scene.store.resting()["localhost"])
+        rests.append(scene.store.backing_off()["localhost"])
         scene.daemon._start_jobs([scene.job], [])
         assert scene.job.state == "waiting", "nothing starts on a host that rests"
         clock.now += rests[-1] + 1
-        assert not scene.store.resting()
+        assert not scene.store.backing_off()
         begin_again(scene)
     assert rests == [30, 60, 120, 240, 480, 960, *[1800] * 4]
     job = ended(scene, 2, End(2, "host refused", ("node1",)))
@@ -257,13 +257,13 @@ def test_a_host_that_refuses_rests_and_costs_no_retry(scene: Scene, clock: Clock
 def test_a_host_where_a_run_has_started_is_well_again(scene: Scene, clock: Clock) -> None:
     for count in (30, 60):
         ended(scene, 2, End(2, "host refused", ("localhost",)))
-        assert scene.store.resting() == {"localhost": count}
+        assert scene.store.backing_off() == {"localhost": count}
         begin_again(scene)
     ended(scene, 1)
-    assert not scene.store.resting()
+    assert not scene.store.backing_off()
     begin_again(scene)
     ended(scene, 2, End(2, "host refused", ("localhost",)))
-    assert scene.store.resting() == {"localhost": 30}
+    assert scene.store.backing_off() == {"localhost": 30}
 
 
 @asks(retries=1, names={"localhost": "node1"})
@@ -276,7 +276,7 @@ def test_a_slot_that_refuses_rests_and_the_next_job_gets_the_others(
     for _ in range(3):
         job = ended(scene, 1, End(1, "host refused", slots=(("node1", 1),)))
         assert (job.state, job.failures, job.why) == ("waiting", 0, "host refused: node1:1")
-        rests.append(scene.store.resting())
+        rests.append(scene.store.backing_off())
         clock.now += rests[-1]["localhost:1"] + 1
         begin_again(scene)
     assert rests == [{"localhost:1": seconds} for seconds in (30, 60, 120)]
@@ -292,10 +292,10 @@ def test_a_slot_that_refuses_rests_and_the_next_job_gets_the_others(
 @asks(retries=3)
 def test_a_slot_where_a_run_has_started_is_well_again_and_no_other(scene: Scene, clock: Clock) -> None:
     for slot in (1, 5):
-        scene.store.rest(f"localhost:{slot}")
-    scene.store.rest("localhost")
+        scene.store.back_off(f"localhost:{slot}")
+    scene.store.back_off("localhost")
     ended(scene, 1)  # on slots 0 and 1
-    assert list(scene.store.resting()) == ["localhost:5"]
+    assert list(scene.store.backing_off()) == ["localhost:5"]
 
 
 def test_another_job_starts_on_the_hosts_that_do_not_rest(
@@ -303,7 +303,7 @@ def test_another_job_starts_on_the_hosts_that_do_not_rest(
 ) -> None:
     chosen = []
     monkeypatch.setattr(daemon, "_spawn", lambda folder, job, slots, lock, environ: chosen.append(slots))
-    scene.store.rest("bad")
+    scene.store.back_off("bad")
     pool: Slots = {"bad": (0,), "good": (0,)}
     scene.store.add(submission(run_dir=str(tmp_path / "b"), after=(), demand=Demand(pool, 1, 1)), {})
     scene.daemon._start_jobs(scene.store.jobs("waiting"), [])
@@ -329,7 +329,7 @@ def test_a_killed_launcher_keeps_its_slots_until_its_workers_are_gone(
     left = [Process(1, 1)]
     swept: list[str] = []
     monkeypatch.setattr(daemon, "run_processes", lambda run_id: left)
-    monkeypatch.setattr(daemon, "sweep", swept.append)
+    monkeypatch.setattr(daemon, "kill_leftovers", swept.append)
     os.close(scene.hold())
     scene.attempt.begin()
     for _ in range(7):

@@ -25,7 +25,7 @@ from zlaunch.queue.daemon import (
     take_lock,
 )
 from zlaunch.queue.schedule import Slots
-from zlaunch.queue.store import Job, QueuedJob, State, Store, UnreadableJob, Wish
+from zlaunch.queue.store import Job, PendingAction, QueuedJob, State, Store, UnreadableJob
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.found_runs import FoundRun
@@ -111,7 +111,9 @@ def test_a_job_that_runs_is_asked_and_goes_on_until_the_daemon_ends_it(scene: Sc
 
 
 @pytest.mark.parametrize("wish", ["preempt", "timeout"])
-def test_a_wish_that_came_before_does_not_keep_a_job_from_being_cancelled(scene: Scene, wish: Wish) -> None:
+def test_a_wish_that_came_before_does_not_keep_a_job_from_being_cancelled(
+    scene: Scene, wish: PendingAction
+) -> None:
     scene.store.start(scene.id, SLOTS)
     scene.store.ask(scene.job, wish)
     cancel_job(scene.store, scene.job)

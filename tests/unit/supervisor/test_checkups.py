@@ -14,7 +14,7 @@ import pytest
 from tests.unit.system.test_checkup import CHECKUP, FACTS, HOT
 from zlaunch.errors import NodeError
 from zlaunch.supervisor.checkups import find_unhealthy
-from zlaunch.supervisor.nodes import Link, Node, connect
+from zlaunch.supervisor.nodes import AgentConnection, Node, connect
 from zlaunch.system.checkup import Checkup
 from zlaunch.system.gpu_health import GpuHealth, GpuReport
 from zlaunch.system.messages import AgentEvent, CheckUp, CheckUpAnswer, Command, HelloAnswer, Pong
@@ -73,7 +73,7 @@ def test_each_node_reports_its_gpus() -> None:
 
 
 def test_an_agent_of_another_zlaunch_is_named_without_a_traceback(tmp_path: Path) -> None:
-    link = Link(open_local("b", tmp_path / "stderr"))
+    link = AgentConnection(open_local("b", tmp_path / "stderr"))
     with pytest.raises(NodeError) as found:
         link.transport.send({"cmd": "checkup", "workdir": "/"})  # as an older launcher asks
         link.await_answer(CheckUpAnswer)
@@ -98,7 +98,7 @@ def test_an_agent_that_does_not_understand_a_command_is_named() -> None:
         kill=lambda: None,
         diagnostics=lambda: OLDER,
     )
-    errors, _ = find([Node(Link(transport), FACTS)])
+    errors, _ = find([Node(AgentConnection(transport), FACTS)])
     assert errors["b"].endswith(
         "its zlaunch is another one and ended with KeyError: 'gpus': install the same zlaunch as here"
     )
@@ -118,7 +118,7 @@ def test_an_answer_of_another_zlaunch_is_named(change: dict[str, Any]) -> None:
 
 def test_a_greeting_of_another_zlaunch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     greeting = HelloAnswer({"type": "hello", "hostname": "b", "version": "9"})
-    monkeypatch.setattr(Link, "ask", lambda link, command, answer: greeting)
+    monkeypatch.setattr(AgentConnection, "ask", lambda link, command, answer: greeting)
     transport: Any = SimpleNamespace(host="b", events=lambda: iter(()))
     nodes, errors = connect(["b"], lambda host: transport, 9.0)
     assert nodes == [] and [(error.host, error.text) for error in errors] == [

@@ -22,7 +22,7 @@ from zlaunch.plan.plan import NodePlan, Plan, WorkerPlan
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.controller import Controller
 from zlaunch.supervisor.end import End
-from zlaunch.supervisor.nodes import Link
+from zlaunch.supervisor.nodes import AgentConnection
 from zlaunch.supervisor.step_signal import StepSignal
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
@@ -88,7 +88,7 @@ class Scene:
         self.agents = [FakeTransport("n0"), FakeTransport("n1")]
         self.err = io.BytesIO()
         console = Console([0], out=io.BytesIO(), err=self.err, terminal=terminal)
-        self.controller = Controller(self.plan, console, [Link(agent) for agent in self.agents])
+        self.controller = Controller(self.plan, console, [AgentConnection(agent) for agent in self.agents])
 
     def say(self, rank: int, *events: Event) -> None:
         """Have the agent of a rank say something, in order, before the run begins."""
@@ -442,7 +442,7 @@ def test_damaged_data_before_the_plan_is_named() -> None:
     agent = FakeTransport("n1")
     agent.words.put({"type": "damaged", "why": "it is no header"})
     with pytest.raises(NodeError, match="it sends damaged data: it is no header"):
-        Link(agent).ask(Hello(), HelloAnswer)
+        AgentConnection(agent).ask(Hello(), HelloAnswer)
     assert agent.killed
 
 

@@ -21,7 +21,7 @@ from zlaunch.supervisor import checkups, run_folder
 from zlaunch.supervisor import job as module
 from zlaunch.supervisor.end import End
 from zlaunch.supervisor.job import Job, run_job
-from zlaunch.supervisor.nodes import Left, Node, Rendezvous, Say
+from zlaunch.supervisor.nodes import LostNodeProcesses, Node, Rendezvous, Say
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
 from zlaunch.view.console import Console
@@ -77,7 +77,7 @@ class FakeJob(Job):
         made = tuple(NodePlan(node.host, (worker,)) for node in nodes)
         return Plan("id", self.launch.run_dir, "", 1, made, cwd="/", grace_s=0.0)
 
-    def sweep(self, lost: Mapping[str, Left], run_id: str) -> frozenset[str]:
+    def kill_leftovers(self, lost: Mapping[str, LostNodeProcesses], run_id: str) -> frozenset[str]:
         self.swept.append((list(lost), run_id))
         return self.clean
 
@@ -312,8 +312,8 @@ def test_what_no_other_host_cures_is_refused_at_once(
 # -- leases
 
 
-def left(seconds: float, *hosts: str) -> dict[str, Left]:
-    return {host: Left(boot_clock.now_s() + seconds) for host in hosts}
+def left(seconds: float, *hosts: str) -> dict[str, LostNodeProcesses]:
+    return {host: LostNodeProcesses(boot_clock.now_s() + seconds) for host in hosts}
 
 
 def test_the_next_attempt_waits_until_a_lost_node_runs_nothing(scene: MakeScene, slept: Slept) -> None:
@@ -358,7 +358,7 @@ def test_nodes_that_are_back_begin_an_attempt_without_a_restart(
         def end(self) -> None:
             return
 
-    monkeypatch.setattr(module, "Returns", Found)
+    monkeypatch.setattr(module, "HostReturnWatcher", Found)
     one = scene("a", "b")
     assert one.run(lost("a"), Outcome(1, regroups=True), Outcome(0), min_nodes=1) == Outcome(0)
     assert one.attempts == [(0, ("a", "b")), (1, ("b",)), (2, ("a", "b"))]

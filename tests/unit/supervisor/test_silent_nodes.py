@@ -11,7 +11,7 @@ import pytest
 
 from tests.limits import FOR_EVER_S
 from zlaunch.supervisor.clock_bound import ClockBound
-from zlaunch.supervisor.nodes import Heartbeat, Silent
+from zlaunch.supervisor.nodes import Heartbeat, HeartbeatTimeout
 from zlaunch.system import boot_clock
 from zlaunch.system.messages import Command, Pause, Ping
 
@@ -27,7 +27,7 @@ class Scene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(boot_clock, "now_s", lambda: self.now)
-        self.events: queue.SimpleQueue[tuple[int, Silent]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[int, HeartbeatTimeout]] = queue.SimpleQueue()
         self.sent: list[list[Command]] = [[], []]
         links: Any = [SimpleNamespace(clock=ClockBound(), send=sent.append) for sent in self.sent]
         self.heart = Heartbeat(links, PERIOD_S, self.events)

@@ -16,11 +16,11 @@ from zlaunch.system.processes import (
     Process,
     is_stopped,
     kill,
+    kill_leftovers,
     run_processes,
     signal_groups,
     signal_name,
     start_ticks,
-    sweep,
 )
 
 Popen = subprocess.Popen[bytes]
@@ -139,7 +139,7 @@ def test_a_sweep_counts_each_process_once_and_looks_until_none_is_left(
     monkeypatch.setattr(module, "run_processes", lambda *_, **__: next(scans))
     monkeypatch.setattr(module, "kill", killed.append)
     monkeypatch.setattr(module, "_SCAN_PAUSE_S", 0.0)
-    assert sweep("id") == 2
+    assert kill_leftovers("id") == 2
     assert killed == [Process(5, 1), Process(5, 1), Process(6, 1)] and next(scans, None) is None
 
 
