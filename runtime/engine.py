@@ -106,6 +106,8 @@ class Engine(nn.Module):
         self._sharded = sharded
         self._reducer = sharded.reducer
         self._shard_step = shard_step
+        # A subclass of StepMethod, chosen by `_choose_method` in build.py. Subclasses: offload/step.py,
+        # optim/collective.py, optim/one_bit.py and optim/in_backward.py.
         self._method = StepMethod() if shard_step is None else shard_step.method
         self._precision = precision
         self._scaler = scaler
@@ -114,7 +116,9 @@ class Engine(nn.Module):
         self._result: StepResult | None = None
         """Keeps the last step's result; on a GPU its numbers are fetched when they are needed."""
         self._unresolved = False
-        """Tells that it is not yet known whether the last step was skipped; the scheduler waits for that."""
+        """Whether the last step's overflow check is still pending on the device. The scheduler steps once it
+        is known.
+        """
         self._boundary: bool | None = None
         self._lr_arguments: dict[str, Any] = {}
         self._no_sync = False

@@ -199,7 +199,9 @@ class Comm:
         self.axes: dict[str, Any] = {}
         """Holds the ``Axis`` of each axis with several ranks by name; they end with this object."""
         self.current_pass_id: Callable[[], int] = lambda: 0
-        """Tells when the engine's pass that is going on began, counted over all engines; 0 without a pass."""
+        """Returns the number of the running pass, counted over all engines; 0 outside a pass. Set by
+        ``ShardedModel`` in zero/hooks.py.
+        """
         self.batches: list[SharedBatch] = []
         """Lists what the ranks of an axis have to have been given alike before a step."""
         self.activations: Any = None

@@ -269,8 +269,8 @@ Blocks = list[list[nn.Parameter]]
 
 
 class _OneRankAxis(TensorAxis):
-    """Stands for the ranks that share each layer, where there is one alone: tensors have the sizes that they
-    would have, and other values.
+    """Replaces the tensor axis when there is one process: results have the sizes of a real axis, and other
+    values.
     """
 
     def sum(self, tensor: Tensor, channel: Channel) -> Tensor:
@@ -294,7 +294,9 @@ def of_one_rank(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
     build = model.build
 
     def shared() -> nn.Module:
-        """Build what a pass runs: with whole experts, as many tokens go to which as to a rank's own ones."""
+        """Build the model that a pass runs. It keeps all experts: with this rank's tokens they compute as
+        much as this rank's experts with the tokens of all ranks.
+        """
         made = build()
         _cut(made, mesh, with_experts=False)
         return made

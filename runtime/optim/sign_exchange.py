@@ -220,8 +220,8 @@ class OneBitUnitStep:
     frozen: bool
     """Tells that the variance stays as it is."""
     averaged: Tensor | None = None
-    """Holds what signs have brought for this rank's shard, where the shard is: the gradient, or if ``frozen``
-    the new momentum. None: the tiles have the averaged gradient.
+    """This rank's shard of the exchanged average, on the shard's device: of the gradients, or if ``frozen``,
+    of the new momentum. None: the tiles have the averaged gradient.
     """
 
     def bring_moments(

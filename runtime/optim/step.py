@@ -358,6 +358,7 @@ class ShardedOptimizer:
         self._whole = whole
         self._slices: list[ShardSlice] = []
         self.method = StepMethod() if make_method is None else make_method(self.units)
+        # The reducer passes each unit's gradient to the step method, which is a GradientConsumer.
         reducer.consumer = self.method
         self._on_device = on_device
         self._state_changed = False

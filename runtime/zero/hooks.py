@@ -1,4 +1,7 @@
-"""Defines the hooks that shard a plain module, and drives its passes."""
+"""Decides when each block of a plain module is gathered, resharded and reduced, by hooks on the module.
+
+See Note [When does what happen] in ``ShardedModel``.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ class Pass:
         self._since = 0
         self._caller: FrameType | None = None
 
-    def since(self) -> int:
+    def current_id(self) -> int:
         """Return the number of the pass that the calling code is part of; 0 if it is part of none, also after
         one that an exception has ended unnoticed.
         """
@@ -243,7 +246,7 @@ class LossScaling:
     multiplied already.
 
     Attributes
-        factor: what a loss is to be multiplied with; None where nothing is.
+        factor: returns the loss scale; None where losses are not scaled. Set by ``Engine``.
         micro_share: a micro-batch's part of a step, for a backward pass that the caller starts.
         loss_is_scaled: the backward pass that is under way, or comes next, starts at a loss multiplied
             already.
@@ -320,10 +323,9 @@ class ShardedModel:
         forward, before a block: its units are unsharded; the block that followed it last time is gathered
             ahead.
         forward, after a block: its units are resharded, except the last block's, which the backward pass
-            needs at once. What the graph has saved of them is a place in the unit (``saved_tensors.py``),
-            which is filled again when the backward pass gets there: that is what makes it right. Each output
-            that can be found, and the tensor it is a view of, gets a hook that fires when its gradient is
-            known: that is what makes it early enough to overlap.
+            needs at once. The saved tensor stores a position in the unit (``saved_tensors.py``); backward
+            gathers the unit to read it. This guarantees correctness. A hook on each output that can be found,
+            and on its base if it is a view, starts the gather early. This provides the overlap.
         backward, at a block's output: its units are unsharded, the block before it is gathered ahead.
         backward, at a parameter's gradient: it moves into the unit's bucket; the last one reshards the unit
             and reduces.
@@ -355,7 +357,7 @@ class ShardedModel:
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
-        comm.current_pass_id = self._pass.since
+        comm.current_pass_id = self._pass.current_id
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order = OrderHint()
@@ -667,10 +669,10 @@ class ShardedModel:
                         unit.reshard()
 
     def _on_demand(self, unit: Unit) -> bool:
-        """Gather a sharded parameter that is used unannounced by a module hook, if inside a pass.
+        """Gather a sharded parameter that no module hook announced, if inside a pass.
 
-        From then on its unit is treated as the root's: it stays gathered through the whole pass, since
-        nothing tells when the backward pass needs it.
+        Its unit joins the root block and stays unsharded until the pass ends, because the runtime cannot know
+        when backward needs it.
         """
         assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
@@ -687,10 +689,10 @@ class ShardedModel:
         return True
 
     def _is_needed(self, unit: Unit) -> bool:
-        """Tell whether a pass needs a unit that a script has gathered for a while and now lets go: a graph
-        made without hooks on saved tensors holds its parameters, or its gradients are due.
+        """Return whether a pass still needs a unit when its last ``GatheredParameters`` context ends: a graph
+        without saved-tensor hooks uses it, or its gradients are pending.
 
-        What this keeps, the end of the backward pass or the next forward pass reshards.
+        Then the end of the backward pass, or the next forward pass, reshards it.
         """
         due = self._pass.is_backward and unit.trainable and self.reducer.awaits(unit)
         return self._unhooked or due

@@ -216,17 +216,22 @@ class GradientReducer:
     """Collects gradients by unit and reduces each unit as soon as it is complete.
 
     Note [One order]. Ranks may finish their units in different orders (a skipped branch, a race), but
-    collectives must be issued in one. Units are therefore launched in ``order``: reverse registration at
-    first, then the order in which rank 0 completed them in the first pass. A complete unit waits for those
-    before it; what is incomplete at the end of the pass (unused parameters) follows then, with zeros for what
-    is missing.
+    collectives must be issued in one. Reductions are therefore launched in ``order``: reverse registration at
+    first, then the order in which rank 0 completed the units in the first pass. A complete unit waits for
+    those before it. Units that are incomplete at the end of the pass (unused parameters) follow then, with
+    zeros for missing gradients.
+
+    Nothing enforces the order of gathers: all ranks must use the same modules in the same order. ``Order`` in
+    comm/collectives.py detects a difference at the next step. Prefetches keep that order, too: see
+    Note [Prefetch keeps the order] in hooks.py. Gathers and reductions need no common order: see Note [Two
+    channels] in comm/link.py.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, options: GradientOptions) -> None:
         self.comm = comm
         self.options = options
         self.consumer = GradientConsumer()
-        """Is told of each unit's gradients; the step method of the engine's optimizer, if there is one."""
+        """Gets each unit's reduced gradients. ``ShardedOptimizer`` sets it to its ``StepMethod``."""
         self.sync = True
         """Tells whether this backward pass reduces. Only persistent buckets may leave it for later."""
         self.skips_reduction = False

@@ -238,8 +238,13 @@ class Unit:
         self.stage3 = shard_params if stage3 is None else stage3
         self.state = UnitState.UNSHARDED
         self.on_demand: Callable[[Unit], bool] | None = None
+        """Called when a sharded parameter is used (``placeholder.py``); returns whether it was gathered. Set
+        by ``ShardedModel`` in hooks.py, and by script/construct.py while a model is built.
+        """
         self.is_needed: Callable[[Unit], bool] | None = None
-        """Called when the last hold ends; returns whether a pass still needs the values."""
+        """Called when the last hold ends; returns whether a pass still needs the values. Set by
+        ``ShardedModel`` in hooks.py.
+        """
         self.on_empty: Callable[[], None] | None = None
         """Called when the last parameter of a provisional unit has been handed over."""
         self.offloaded_states: frozenset[str] = frozenset()

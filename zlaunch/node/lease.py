@@ -8,9 +8,8 @@ agent and the launcher share no clock and messages take any time, so:
   agent's clock.
 - The launcher notes when it hears a beat, by its own clock. Since a message arrives after it was sent, the
   difference of the two is at least that of the two clocks (`zlaunch/supervisor/clock_bound.py`).
-- With the plan and with each ping the launcher grants a lease: the moment when it ends, on the agent's clock.
-  It takes the moment that it means on its own clock and subtracts the difference. So the lease never ends
-  later than the launcher means, however late the beat was heard and the grant arrives.
+- With the plan and each ping, the launcher sends the lease's end on the agent's clock. It subtracts the upper
+  bound of how far its clock is ahead of the agent's, so a delayed message can only shorten the lease.
 
 The launcher always grants until --heartbeat seconds after it last heard anything of the node. So it knows
 without asking that all workers there are dead --heartbeat seconds after the node's last word, and starts the

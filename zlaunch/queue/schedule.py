@@ -29,8 +29,8 @@ Place = str
 """A host, or a slot as the grammar of --include has it: `n1:3`."""
 _Slot = tuple[str, int]
 _Cost = tuple[int, int, int, int]
-"""Slots that are in the way for an unknown time; only if nobody is preempted; the priorities of who would be;
-slots that are in the way for a short time.
+"""Cost of a slot, compared in order: slots busy for an unknown time, slots that need preemption, priorities
+of the preempted jobs, slots that will be free soon.
 """
 
 

@@ -196,6 +196,7 @@ class Controller:
         self.deadline = float("inf")
         self.run_dir = Path(plan.run_dir)
         self.progress = console.progress
+        # Event type -> handler, called by `_on_event` (and by `_on_script` for what workers report).
         self.handlers: Mapping[type, Callable[[int, Any], None]] = {
             Output: self._on_output,
             FromScript: self._on_script,
@@ -434,7 +435,7 @@ class Controller:
             self.files.event(encode_event(event))
 
     def _on_heartbeat_timeout(self, index: int, event: HeartbeatTimeout) -> None:
-        """Give up a node that no longer answers."""
+        """Give up a node that no longer answers: see Note [Silent node] in `nodes.py`."""
         self._lose_open(
             index,
             f"fell silent: nothing heard for {event.silence_s:.0f} s "

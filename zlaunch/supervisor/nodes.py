@@ -373,7 +373,21 @@ def close_all(nodes: Sequence[Node]) -> None:
 #
 # Watch for nodes that no longer answer.
 #
-# `controller` decides what follows; `node/agent.py` is what a node does when it no longer hears from here.
+# Note [Silent node]
+# What happens when a network cut, a power loss or a halted machine silences a node:
+#
+# 1. `Heartbeat` pings. If nothing was heard from the node for --heartbeat seconds, it reports a
+#    `HeartbeatTimeout`.
+# 2. The controller loses the node (`_on_heartbeat_timeout`, `_lose`): it grants no more leases (`give_up`),
+#    notes until when workers may live there (`LostNodeProcesses`), and kills the transport. Then it stops the
+#    other nodes.
+# 3. On the node the lease runs out, since no ping renews it. The agent sends SIGTERM before its end
+#    (`too_silent` in `node/agent.py`) and SIGKILL at its end (`lease_is_over`). See Note [Lease] in
+#    `node/lease.py`.
+# 4. The job waits until the leases of all lost nodes are over (`_await_leases` in `job.py`). It does not wait
+#    for a node whose workers have all reported their end.
+# 5. The next attempt uses spares, or fewer nodes with --min_nodes (`Hosts.lose`). Otherwise it is a restart
+#    on the same hosts, if --max_restarts allows one.
 
 
 _PINGS_PER_PERIOD = 4
