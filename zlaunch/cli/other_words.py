@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from zlaunch.cli.commands import SUBCOMMANDS
-
 _OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
@@ -171,9 +169,11 @@ def unknown_option(error: click.NoSuchOption) -> str:
     return f"{text}. `{error.ctx.command_path} -h` lists the options."
 
 
-def meant_command(words: Sequence[str]) -> str | None:
-    """Return what to write instead of these words, where the first is a command or program of others."""
-    name = _near_word(words[0])
+def meant_command(words: Sequence[str], known: Iterable[str]) -> str | None:
+    """Return what to write instead of these words, where the first is a command or program of others, or
+    nearly one. ``known`` are zlaunch's own commands, which it must not be nearer to.
+    """
+    name = _near_word(words[0], known)
     rest = list(words[1:])
     if name in _COMMANDS:
         return _COMMANDS[name]
@@ -190,12 +190,12 @@ def meant_command(words: Sequence[str]) -> str | None:
     return f"zlaunch starts the workers itself, so leave it out: `{_line([], left or ['SCRIPT'])}`"
 
 
-def _near_word(word: str) -> str:
+def _near_word(word: str, known: Iterable[str]) -> str:
     """Return the word of another launcher that a mistyped one is nearest to; else the word itself."""
     others = {*_COMMANDS, *_SAME_ARGUMENTS}
     if word in others or not word.isalpha():
         return word
-    near = difflib.get_close_matches(word, [*SUBCOMMANDS, *others], n=1, cutoff=_LEAST_LIKENESS)
+    near = difflib.get_close_matches(word, [*known, *others], n=1, cutoff=_LEAST_LIKENESS)
     return near[0] if near and near[0] in others else word
 
 

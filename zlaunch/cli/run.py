@@ -287,7 +287,7 @@ def check_command(
         if not os.path.exists(path):
             from zlaunch.cli.other_words import meant_command
 
-            if advice := meant_command(command):
+            if advice := meant_command(command, SUBCOMMANDS):
                 raise click.UsageError(f"no script {command[0]!r}: {advice}")
         checks.check_script(path, SUBCOMMANDS)
     return "script"
