@@ -105,7 +105,7 @@ def limit(pool: Mapping[str, Sequence[int]], num_gpus: int | None) -> Pool:
     kept: Pool = {}
     for host, slots in pool.items():
         if num_gpus is not None and not 1 <= num_gpus <= len(slots):
-            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(slots)} slot(s)")
+            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(slots)} slot{'s' * (len(slots) != 1)}")
         kept[host] = tuple(slots[:num_gpus])
     return _not_empty(kept)
 

@@ -36,19 +36,20 @@ _CHUNK_BYTES = 1 << 20
 _CHUNKS_A_POLL = 64
 
 
-def submit(path: str | os.PathLike[str], *, unset: Sequence[str] = ()) -> str:
-    """Hand a file to sbatch and return the job's id; `unset`: variables that would win over what it says.
-    Raises SlurmError with sbatch's words if it refuses.
+def submit(path: str | os.PathLike[str], *, unset: Sequence[str] = (), shown: str = "") -> str:
+    """Hand a file to sbatch and return the job's id; `unset`: variables that would win over what it says;
+    `shown`: what an error calls the file. Raises SlurmError with sbatch's words if it refuses.
     """
+    shown = shown or os.fspath(path)
     if shutil.which("sbatch") is None:
         raise SlurmError("sbatch not found on PATH: this machine cannot submit to SLURM")
     command = ["sbatch", "--parsable", os.path.abspath(path)]
     environ = {name: value for name, value in _outside_of_jobs(os.environ).items() if name not in unset}
     result = _run(command, _SUBMIT_TIMEOUT_S, environ)
     if result.returncode != 0 and "timed out" in result.stderr:
-        raise SlurmError(f"sbatch {os.fspath(path)}: {_complaint(result)}; the job may already be queued")
+        raise SlurmError(f"sbatch {shown}: {_complaint(result)}; the job may already be queued")
     if result.returncode != 0:
-        raise SlurmError(f"sbatch rejected {os.fspath(path)}: {_complaint(result)}")
+        raise SlurmError(f"sbatch rejected {shown}: {_complaint(result)}")
     lines = result.stdout.split()
     match = re.fullmatch(r"(\d+)(;.*)?", lines[-1], re.ASCII) if lines else None
     if match is None:
@@ -112,7 +113,7 @@ def follow(
     each change of it.
     """
     position = 0
-    reason = ""
+    told = ""
     last = ""
     answered = time.monotonic()
     next_question = answered
@@ -134,19 +135,54 @@ def follow(
                     next_question = now + 2 * poll_s
                 answered = now
                 last = found
-                if found == "PENDING" and (why := _pending_reason(job_id)) not in ("", "None", reason):
-                    reason = why
-                    say(f"job {job_id} is pending: {reason}")
+                if found == "PENDING" and (why := reason(job_id)) not in ("", told):
+                    told = why
+                    say(f"job {job_id} is pending: {why}")
         position = _hand_on(output_path, position, write)
         time.sleep(poll_s)
 
 
-def _pending_reason(job_id: str) -> str:
-    """Return SLURM's word for why a job waits, such as Priority or PartitionTimeLimit; "" if it has none."""
+def reason(job_id: str) -> str:
+    """Return SLURM's word for why a job waits or has failed, such as Priority or JobLaunchFailure; "" if it
+    has none.
+    """
     try:
-        return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bReason=(\w+)") or ""
+        found = _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bReason=(\w+)") or ""
     except SlurmError:
         return ""
+    return "" if found == "None" else found
+
+
+def work_folder(job_id: str) -> str:
+    """Return the folder that a job starts in; "" where SLURM does not say."""
+    try:
+        return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bWorkDir=([^\n]+)") or ""
+    except SlurmError:
+        return ""
+
+
+def is_batch(job_id: str) -> bool:
+    """Tell whether sbatch has started a job; a job of salloc is a user's shell. Raises SlurmError."""
+    return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bBatchFlag=(\d)") == "1"
+
+
+def job_state(text: str) -> str:
+    """Return the state of the job whose id a word may be; "" where SLURM knows no such job or is not here."""
+    if not re.fullmatch(r"\d+(_\d+)?", text, re.ASCII) or shutil.which("squeue") is None:
+        return ""
+    try:
+        found = state(text)
+    except SlurmError:
+        return ""
+    return "" if found == UNKNOWN else found
+
+
+def describe(job_id: str, found: str) -> str:
+    """Say how a job stands: "is pending (Priority)", "has ended (CANCELLED)"."""
+    if found in FINISHED:
+        return f"has ended ({found})"
+    why = reason(job_id) if found == "PENDING" else ""
+    return f"is {found.lower()}" + (f" ({why})" if why else "")
 
 
 def _hand_on(path: str | os.PathLike[str], position: int, write: Callable[[bytes], object]) -> int:

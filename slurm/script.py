@@ -175,7 +175,6 @@ def render(batch: BatchScript) -> str:
         f"#!/bin/bash\n{sbatch}",
         f"set -euo pipefail\n\n{_LEFT_OVER}{_environment(batch)}",
         _activation(batch),
-        "".join(f"{line}\n" for line in batch.setup),
         (_SIGNAL_COMMENT if batch.signal else _EXEC_COMMENT) + f"exec {batch.line or command_line(batch)}\n",
     ]
     return "\n".join(filter(None, blocks))
@@ -229,6 +228,7 @@ def _activation(batch: BatchScript) -> str:
     lines = [f"module load {shlex.join(batch.modules)}"] if batch.modules else []
     if batch.venv is not None:
         lines.append(f"source {shlex.quote(f'{batch.venv}/bin/activate')}")
+    lines += batch.setup
     if not lines:
         return ""
     comment = "# Modules and activation scripts may read unset variables."

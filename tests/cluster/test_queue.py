@@ -107,6 +107,38 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_commands_take_the_job_of_slurm_and_its_run(cluster: Testbed, tmp_path: Path) -> None:
+    """From a machine that is no node of the job, as a login node."""
+    shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
+    one = ("submit", "--no_local_rank", "--num_gpus=1", "--name=first")
+    job = shell.say(*one, "train.py")
+    later = shell.say(*one, "--sbatch=--begin=now+600", "train.py")
+    for arguments, text in (
+        (("logs", later), f"SLURM job {later} is pending (BeginTime): its run has not begun"),
+        (("wait", "--timeout=0", later), "is pending"),
+        (("submit", "--mem", "64G", "train.py"), '--sbatch "--mem=VALUE"'),
+    ):
+        assert text in shell.call(*arguments).stderr
+    shell.say("cancel", later)
+    assert f"job {later} has ended (CANCELLED)" in shell.call("wait", later).stderr
+    wait_until(lambda: len(shell.log()) == 1, "the job runs")
+    waiting = [
+        subprocess.Popen([sys.executable, "-m", "zlaunch", "wait", run], cwd=tmp_path, env=shell.env)
+        for run in (job, "first")
+    ]
+    assert "logs -f" in shell.call("attach", job).stderr
+    assert f"`scancel {job}` ends its SLURM job" in shell.call("stop", job).stderr
+    assert "on n" in shell.say("watch", "--once", "first")
+    inside = ["srun", "--overlap", f"--jobid={job}", "-n1", sys.executable, "-m", "zlaunch", "stop", job]
+    stopped = subprocess.run(inside, cwd=tmp_path, env=shell.env, capture_output=True, text=True)
+    assert "SIGTERM is sent; SLURM may end this command with the job" in stopped.stdout
+    assert [process.wait(LIMIT_S) for process in waiting] == [143, 143]
+    again = shell.say(*one, "train.py")
+    wait_until(lambda: len(shell.log()) == 2, "the next job runs")
+    assert shell.say("cancel", "first") == f"{again}: cancelled"
+    assert shell.call("wait", again).returncode == 143
+
+
 TRIAL = """
 import os, sys, time
 import zlaunch

@@ -424,7 +424,7 @@ def test_a_run_that_never_came_into_the_queue_is_no_queued_one(folder: Path) -> 
 def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
     (folder / "unknown").write_text("localhost\n")
     for arguments, text in (
-        (("--num_gpus=7", "train.py"), "localhost has 6 slot(s)"),
+        (("--num_gpus=7", "train.py"), "localhost has 6 slots"),
         (("missing.py",), "missing.py"),
         (("--hostfile=unknown", "train.py"), "write slots=N after localhost"),
         (("--after=never", "train.py"), "no run 'never'"),

@@ -137,6 +137,14 @@ def spelled_out(words: Sequence[str], error: click.NoSuchOption) -> list[str] | 
     return [*words[:at], f"{next(iter(found.values()))}{sign}{value}", *words[at + 1 :]]
 
 
+_OF_SBATCH = frozenset(
+    {"account", "array", "constraint", "cpus_per_gpu", "cpus_per_task", "dependency", "exclusive", "mem"}
+    | {"mem_per_cpu", "mem_per_gpu", "mail_type", "mail_user", "nice", "nodelist", "output", "partition"}
+    | {"gres", "licenses", "qos", "reservation", "signal"}
+)
+"""Options of sbatch that `zlaunch submit` does not have."""
+
+
 def _bare(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
@@ -153,6 +161,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
             return f"{text}: use --{ours}."
     if bare in ("dry_run", "dry-run") and error.ctx.command_path == "zlaunch slurm submit":
         return f"{text}: `zlaunch slurm script` prints the batch file and submits nothing."
+    if "--sbatch" in known and bare.replace("-", "_") in _OF_SBATCH:
+        return f'{text}: in SLURM, use --sbatch "--{bare.replace("_", "-")}=VALUE"'
     if "--num_gpus" in known and bare in _OF_THE_SCRIPT:
         return f"{text}. An option of the script goes after the script: SCRIPT {error.option_name}"
     if near := difflib.get_close_matches(error.option_name, known, n=1, cutoff=_LEAST_LIKENESS):

@@ -116,7 +116,7 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     if choose_queue(chosen_queue) == "slurm":
         from zlaunch.sweep.job_array import task_of
 
-        meant_runs = [task_of(Path(text)) or text for text in runs]
+        meant_runs = [task_of(Path(text)) or (text if text.isdecimal() else _job_of(text)) for text in runs]
         jobs = [text for text in meant_runs if text.partition("_")[0].isdecimal()]
         names = tuple(text for text in meant_runs if text not in jobs)
         if names and chosen_queue is not None:
@@ -126,6 +126,23 @@ def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
         _cancel_in_slurm(jobs)
         return _cancel_in_own_queue(names) if names else 0
     return _cancel_in_own_queue(runs)
+
+
+def _job_of(text: str) -> str:
+    """Return the SLURM job that runs a run of `zlaunch submit`; the text itself where there is none."""
+    from zlaunch.slurm.commands import is_batch
+    from zlaunch.supervisor.found_runs import find_run, meant
+
+    try:
+        run = find_run(meant(text))
+    except LaunchError:
+        return text  # what handles it says more
+    job = run.record.slurm_task or run.record.slurm_job
+    if job and run.record.ended is None and not is_batch(job):
+        raise click.UsageError(
+            f"{text} runs in job {job} of salloc: stop it there with `zlaunch stop {text}`"
+        )
+    return job or text
 
 
 def _cancel_in_slurm(jobs: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from zlaunch.supervisor.found_runs import (
     find_run,
     look_into,
     meant,
+    newest_of_job,
     own_pids,
     read_ranks,
 )
@@ -172,6 +174,7 @@ _QUIET_S = 0.5
 """Seconds without growth after which a log has all of the stacks."""
 _STACKS_TIMEOUT_S = 5.0
 _STACK_MARK = "(most recent call first):"
+_NAMES = {"TERM": "SIGTERM", "INT": "SIGINT", "USR1": "SIGUSR1", "KILL": "SIGKILL"}
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "USR1": signal.SIGUSR1, "KILL": signal.SIGKILL}
 
 
@@ -186,6 +189,9 @@ def _living(text: str, command: str) -> FoundRun:
         raise click.UsageError(f"{text} has already ended, at {_moment(known.ended)}, {code}")
     if run.is_elsewhere and run.state == "gone":
         raise click.UsageError(f"{text} has already ended: its SLURM job {known.slurm_job} is gone")
+    if run.is_elsewhere and known.slurm_job and command == "stop":
+        job = _slurm_job(run)
+        raise click.UsageError(f"{text} runs on {known.host}: `scancel {job}` ends its SLURM job")
     if run.is_elsewhere:
         program = f"{sys.executable} -m zlaunch"  # whatever the PATH is there
         there = f"{program} {command} {run.path.absolute()}"
@@ -369,6 +375,9 @@ def stop(run: str, name: str | None, timeout: float) -> int:
     process = Process(found.record.pid, found.record.start_ticks)
     chosen = name.upper() if name is not None else "INT" if "--requeue" in found.record.command else "TERM"
     answer = _AnswerToSave(found) if chosen == "USR1" else None
+    if found.record.slurm_job and os.environ.get("SLURM_STEP_ID", "").isdecimal():
+        # the job ends with its launcher, and SLURM kills this step then
+        print(f"{run}: {_NAMES[chosen]} is sent; SLURM may end this command with the job", flush=True)
     kill(process, _SIGNALS[chosen])
     deadline = time.monotonic() + timeout
     while start_ticks(process.pid) == process.start_ticks:
@@ -517,6 +526,7 @@ def _read_from(path: Path, offset: int) -> bytes:
 
 
 _ATTACH_POLL_S = 0.1
+_ASK_SLURM_S = 2.0
 _BLOCK_BYTES = 1 << 16
 
 
@@ -528,12 +538,13 @@ def attach(run: str, lines: int) -> int:
 
     Ctrl-C leaves the run alone. The exit code is the run's.
     """
-    found = _here(meant(run), "attach")
-    path = found.path / CONSOLE_LOG
+    run = meant(run)
+    path = find_run(run).path / CONSOLE_LOG
     if not path.exists():
         raise click.UsageError(
             f"{run} was not started with --detach: follow its output with `zlaunch logs -f {run}`"
         )
+    found = _here(run, "attach")
     try:
         with open(path, "rb") as file:
             file.seek(offset_of_last(path, lines))
@@ -556,9 +567,14 @@ def attach(run: str, lines: int) -> int:
 @click.argument("run", metavar="[RUN]", default="last")
 @seconds_option("--timeout", "Give up after this many seconds, with exit code 124.", low=0)
 def wait(run: str, timeout: float | None) -> int:
-    """Wait until RUN ends and exit with its exit code.  [default: last]"""
-    found = _here(meant(run), "wait")
+    """Wait until RUN ends and exit with its exit code.  [default: last]
+
+    RUN may be the id of a SLURM job, also of one that is pending: wait until the job leaves the queue.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
+    if _is_living_batch_job(run):
+        return _wait_for_job(run, deadline, timeout)
+    found = _here(meant(run), "wait")
     has_warned = False
     while not (now := settle(found.now())).has_ended:
         if now.note and not has_warned:  # nobody will start it
@@ -571,10 +587,41 @@ def wait(run: str, timeout: float | None) -> int:
     return _exit_code(found.now())
 
 
+def _is_living_batch_job(text: str) -> bool:
+    """Tell whether a word is the id of a living job of sbatch. A job of salloc is a user's shell."""
+    from zlaunch.slurm.commands import FINISHED, UNKNOWN, is_batch, job_state
+
+    return (job_state(text) or UNKNOWN) not in FINISHED and is_batch(text)
+
+
+def _wait_for_job(job: str, deadline: float | None, timeout: float | None) -> int:
+    """Wait until a SLURM job has left the queue, also over a requeue. Return the exit code of its last run.
+
+    Raises LaunchError where it has left no run.
+    """
+    from zlaunch.slurm.commands import FINISHED, describe, state
+    from zlaunch.slurm.environment import SlurmError
+
+    found = "PENDING"
+    last = ""
+    # Between a preemption and the requeue a job looks finished: the second such answer counts.
+    while not (found in FINISHED and last in FINISHED):
+        if deadline is not None and time.monotonic() >= deadline:
+            text = f"SLURM job {job} {describe(job, found)}: it has not ended within {timeout:g} s"
+            print(f"zlaunch wait: error: {text}", file=sys.stderr)
+            return 124
+        time.sleep(_ASK_SLURM_S)
+        last = found
+        with suppress(SlurmError):  # a busy controller; it is asked again
+            found = state(job)
+    return _exit_code(newest_of_job(job))
+
+
 def _here(text: str, command: str) -> FoundRun:
     """Return a run whose end can be seen on this host. Raises click.UsageError."""
     found = settle(find_run(text))
-    if found.record.ended is None and found.is_elsewhere and not found.has_ended:
+    is_visible = command == "wait" and found.ends_visibly_elsewhere
+    if found.record.ended is None and found.is_elsewhere and not found.has_ended and not is_visible:
         job = found.record.slurm_job
         reach = f"srun --overlap --pty --jobid {job} -n1" if job else f"ssh -t {found.record.host}"
         there = f"{reach} {sys.executable} -m zlaunch {command} {found.path.absolute()}"

@@ -107,7 +107,7 @@ def script(command: tuple[str, ...], file: str | None, **options: Any) -> None:
         _warn(
             f"no file {batch.script!r} on this machine; the job needs it in the folder where it is submitted"
         )
-    _warn_of_options(batch)
+    warn_of_options(batch)
 
 
 @slurm.command(context_settings=_SETTINGS)
@@ -178,8 +178,10 @@ def warn_of_one_core(batch: BatchScript) -> None:
         )
 
 
-def _warn_of_options(batch: BatchScript) -> None:
-    """Tell the user what is probably wrong with a file. The cluster may have what this machine lacks."""
+def warn_of_options(batch: BatchScript, *, asks_for_gpus: bool = True) -> None:
+    """Tell the user what is probably wrong with a file. The cluster may have what this machine lacks.
+    `asks_for_gpus`: --num_gpus always means GPUs, also in a cluster without any.
+    """
     from zlaunch.slurm.script import signal_is_too_early
 
     if batch.venv is not None and not os.path.isfile(os.path.join(batch.venv, "bin", "activate")):
@@ -192,7 +194,8 @@ def _warn_of_options(batch: BatchScript) -> None:
             "Give fewer seconds, or more time"
         )
     _warn_of_nodes(batch)
-    _warn_of_gpus(batch)
+    if asks_for_gpus or batch.gpus_per_node is not None:
+        _warn_of_gpus(batch)
     warn_of_one_core(batch)
 
 
@@ -261,9 +264,8 @@ def _submit_script(command: tuple[str, ...], options: dict[str, Any]) -> str:
     with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(command[0]).stem or 'job'}.sbatch")
         path.write_bytes(_render(batch))
-        job_id = hand_over(path)
-    _warn_of_options(batch)
-    return job_id
+        warn_of_options(batch)  # before sbatch refuses the job, and says less of why
+        return hand_over(path, shown=f"the job of {command[0]}")
 
 
 def _check_existing(command: tuple[str, ...], options: dict[str, Any]) -> None:
@@ -288,5 +290,15 @@ def _follow(job_id: str) -> int:
         ended = queue.follow(job_id, path, write, say=lambda text: click.echo(f"zlaunch: {text}", err=True))
     except SlurmError as error:
         raise LaunchError(f"job {job_id}: {error}") from None
-    click.echo(f"zlaunch: job {job_id}: {ended}", err=True)
+    click.echo(f"zlaunch: job {job_id}: {ended}{_why_not_started(job_id, ended)}", err=True)
     return 0 if ended == "COMPLETED" else 1
+
+
+def _why_not_started(job_id: str, ended: str) -> str:
+    """Return what to add where SLURM could not start a job, which then has no output; else ""."""
+    from zlaunch.slurm import commands as queue
+
+    if ended != "FAILED" or queue.reason(job_id) != "JobLaunchFailure":
+        return ""
+    folder = queue.work_folder(job_id)
+    return f" (JobLaunchFailure): does the folder {folder} exist on the nodes, and can you write there?"

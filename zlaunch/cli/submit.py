@@ -149,7 +149,7 @@ def _told(job: int, path: Path, *, quiet: bool) -> int:
 
 
 def _submit_to_slurm(request: SubmitRequest) -> int:
-    from zlaunch.cli.slurm import warn_of_one_core
+    from zlaunch.cli.slurm import warn_of_options
     from zlaunch.slurm.commands import submit as hand_over
     from zlaunch.slurm.script import render
 
@@ -157,10 +157,11 @@ def _submit_to_slurm(request: SubmitRequest) -> int:
     with tempfile.TemporaryDirectory(prefix="zlaunch-") as folder:  # sbatch keeps a copy
         path = Path(folder, f"{Path(batch.script).stem or 'job'}.sbatch")
         path.write_bytes(os.fsencode(render(batch)))
-        job = hand_over(path)
+        if not request.given["quiet"]:
+            warn_of_options(batch, asks_for_gpus=False)
+        job = hand_over(path, shown=f"the job of {batch.script}")
     print(job)
     if not request.given["quiet"]:
-        warn_of_one_core(batch)
         print(f"zlaunch: job {job} of SLURM: zlaunch queue, cancel {job}; slurm-{job}.out", file=sys.stderr)
     return 0
 

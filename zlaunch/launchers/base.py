@@ -41,6 +41,18 @@ _CLOCKS_S = 5.0
 """Seconds by which the clocks of SLURM's machines may differ."""
 
 
+ASK_FOR_MORE = "ask salloc or sbatch for more"
+
+
+def check_granted(launch: Launch, granted: int | None, visible: Sequence[str]) -> None:
+    """Raise LaunchError where a run asks for more GPUs than SLURM gave this node, and none is visible. A job
+    without GPUs has CPU workers.
+    """
+    if granted and not visible and launch.num_gpus and launch.num_gpus > granted:
+        gave = f"SLURM gave this node {granted} GPU{'s' * (granted != 1)}"
+        raise LaunchError(f"--num_gpus {launch.num_gpus}: {gave}; {ASK_FOR_MORE}")
+
+
 def unseen_gpus(count: object) -> str:
     """Return the warning for a job whose ``count`` GPUs from SLURM are not visible."""
     return f"SLURM gave {count} GPU(s), but none is visible: the workers use the CPU"
@@ -166,9 +178,12 @@ class Launcher(Job):
 class HostSelection:
     """Holds the hosts that were named, and the slots chosen on them as soon as these are known."""
 
-    def __init__(self, launch: Launch, entries: Sequence[HostEntry]) -> None:
-        """Choose the slots if the entries say how many there are. Raises LaunchError."""
+    def __init__(self, launch: Launch, entries: Sequence[HostEntry], advice: str = "") -> None:
+        """Choose the slots if the entries say how many there are. `advice`: how to get more hosts and slots,
+        for errors. Raises LaunchError.
+        """
         self.launch = launch
+        self._advice = f"; {advice}" if advice else ""
         if launch.num_gpus is not None:  # CPU workers: as many as asked for
             entries = [entry if entry.slots else replace(entry, slots=launch.num_gpus) for entry in entries]
         self.entries = {entry.host: entry for entry in entries}
@@ -194,7 +209,8 @@ class HostSelection:
             names = [host for host in names if unwanted.get(host, frozenset()) is not None]
         if launch.num_nodes is not None:
             if launch.num_nodes > len(names):
-                raise LaunchError(f"--num_nodes {launch.num_nodes}: there are {len(names)} hosts")
+                there = "there is 1 host" if len(names) == 1 else f"there are {len(names)} hosts"
+                raise LaunchError(f"--num_nodes {launch.num_nodes}: {there}{self._advice}")
             names = names[: launch.num_nodes]
         return names
 
@@ -214,7 +230,10 @@ class HostSelection:
             with _naming("--exclude", launch.exclude):
                 kept = {host: slots for host, slots in filters.parse(launch.exclude).items() if host in pool}
                 pool = filters.exclude(pool, kept)
-        self.chosen = filters.limit(pool, launch.num_gpus)
+        try:
+            self.chosen = filters.limit(pool, launch.num_gpus)
+        except filters.FilterError as error:
+            raise LaunchError(f"{error}{self._advice}") from None
 
 
 @contextmanager

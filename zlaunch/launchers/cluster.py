@@ -7,7 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles.grammar import HostEntry, read
@@ -31,11 +31,13 @@ class ClusterLauncher(Launcher):
     """Starts an agent on each host of a hostfile or of an allocation."""
 
     spans_nodes = True
+    advice: ClassVar[str] = ""
+    """How to get more hosts and slots."""
 
     def __init__(self, launch: Launch, allocation: Allocation | None) -> None:
         """Choose hosts and slots, as far as they are known. Raises LaunchError."""
         super().__init__(launch, allocation, forwarded_env(os.environ) | launch.worker_env)
-        self.selection = HostSelection(launch, self.entries())
+        self.selection = HostSelection(launch, self.entries(), self.advice)
 
     def entries(self) -> list[HostEntry]:
         """Return the hosts of the hostfile that was given, of the batch job that this is, or of the usual

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.grammar import HostEntry
-from zlaunch.launchers.base import FOR_SEVERAL_NODES, FOR_SSH, NEEDS_NODES, unseen_gpus
+from zlaunch.launchers.base import (
+    ASK_FOR_MORE,
+    FOR_SEVERAL_NODES,
+    FOR_SSH,
+    NEEDS_NODES,
+    check_granted,
+    unseen_gpus,
+)
 from zlaunch.launchers.cluster import ClusterLauncher
 from zlaunch.launchers.this_node import ThisNodeLauncher
 from zlaunch.plan.options import agreed_port
@@ -33,6 +40,7 @@ class SlurmLauncher(ClusterLauncher):
 
     name = "slurm"
     refuses = dict.fromkeys(FOR_SSH, NEEDS_NODES)
+    advice = ASK_FOR_MORE
 
     def entries(self) -> list[HostEntry]:
         """Return the nodes of the job."""
@@ -101,6 +109,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
         if place.one_per_node:
             counts = [launch.num_gpus or node.gpus or len(tokens) or 1 for node in allocation.nodes]
             here = counts[place.rank_of_node]
+            check_granted(launch, allocation.nodes[place.rank_of_node].gpus, tokens)
             if tokens and here > len(tokens):
                 raise LaunchError(
                     f"{here} workers were asked for, but this task of the step sees {len(tokens)} GPU(s)"

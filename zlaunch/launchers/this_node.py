@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 from zlaunch.errors import LaunchError, NodeError
 from zlaunch.hostfiles import filters, grammar
-from zlaunch.launchers.base import FOR_SEVERAL_NODES, NEEDS_DEBUGPY, NEEDS_NODES, HostSelection, Launcher
+from zlaunch.launchers.base import (
+    ASK_FOR_MORE,
+    FOR_SEVERAL_NODES,
+    NEEDS_DEBUGPY,
+    NEEDS_NODES,
+    HostSelection,
+    Launcher,
+    check_granted,
+)
 from zlaunch.plan.options import Launch, own_names
 from zlaunch.plan.plan import NodeSpec, NodeSubset, Plan, shown_host
 from zlaunch.supervisor.nodes import SLOW_S, AgentConnection, Node
@@ -153,6 +161,8 @@ class LocalLauncher(ThisNodeLauncher):
             has_slurm = self.allocation is None and shutil.which("salloc") is not None
             advice = ", or use `zlaunch slurm submit` or salloc" if has_slurm else ""
             said = f"this is the only machine; give a --hostfile{advice}"
+            if self.allocation is not None:
+                said = f"the SLURM job has 1 node; {ASK_FOR_MORE}"
             raise LaunchError(f"--num_nodes {launch.num_nodes}: {said}")
         if launch.num_gpus is not None and (launch.include is not None or launch.exclude is not None):
             raise LaunchError("--num_gpus cannot be combined with --include or --exclude")
@@ -175,6 +185,7 @@ class LocalLauncher(ThisNodeLauncher):
             raise LaunchError(f"--num_gpus {launch.num_gpus}: this machine has {devices.describe()}")
         # as on several nodes of a SLURM job: a job is planned the same whatever is visible
         granted = 0 if self.allocation is None else self.allocation.nodes[0].gpus or 0
+        check_granted(launch, granted, devices.tokens)
         return tuple(range(launch.num_gpus or count or granted or 1))
 
     @cached_property

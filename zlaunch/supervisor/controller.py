@@ -278,7 +278,8 @@ class Controller:
             self.console.message(f"{signal_name(signum)}: {NOTHING_SAVES}")
 
     def _tell_of_steps(self) -> None:
-        if bound := what_bounds(self.progress, self.shown_hosts):
+        part = self.plan.part
+        if bound := what_bounds(self.progress, self.shown_hosts, part.node_count if part else None):
             self.console.message(bound)
         profiled = any(
             worker.rank == 0 and "ZLAUNCH_PROFILE" in worker.env

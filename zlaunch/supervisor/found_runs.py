@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.trust import Folder, UntrustedError, check_folder
-from zlaunch.slurm.commands import list_living
+from zlaunch.slurm.commands import FINISHED, describe, job_state, list_living
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.system import boot_clock
@@ -56,6 +56,11 @@ class FoundRun:
         if self._has_launcher():
             return "running"
         return "queued" if waits else "gone"
+
+    @property
+    def ends_visibly_elsewhere(self) -> bool:
+        """Tell whether the end of a launcher on another host is seen here: its record has it, or SLURM."""
+        return self.is_elsewhere and bool(self.record.slurm_job) and list_living().jobs is not None
 
     @property
     def shows_its_end(self) -> bool:
@@ -200,9 +205,20 @@ def find_run(text: str) -> FoundRun:
     known_here = find_runs(Path(DEFAULT_FOLDER))
     names = [run.name for run in known_here] + [run.record.name for run in known_here if run.record.name]
     names += [str(run.path) for run in find_runs(places[0].parent)]
+    if state := job_state(text):
+        has_none = "it has left no run here" if state in FINISHED else "its run has not begun"
+        raise LaunchError(f"SLURM job {text} {describe(text, state)}: {has_none}")
     near = difflib.get_close_matches(text, names, n=1)
     hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
     raise LaunchError(f"no run {text!r}{hint}")
+
+
+def newest_of_job(job: str) -> FoundRun:
+    """Return the newest run of a SLURM job: a requeued job has several. Raises LaunchError."""
+    of_job = [
+        run for run in find_runs(Path(DEFAULT_FOLDER)) if job in (run.record.slurm_job, run.record.slurm_task)
+    ]
+    return of_job[-1] if of_job else find_run(job)
 
 
 def check_run_folder(folder: Path) -> None:
@@ -241,6 +257,8 @@ def meant(text: str) -> str:
         of_job = [run for run in known if text and text in (run.record.slurm_job, run.record.slurm_task)]
         if len(of_job) == 1:
             return str(of_job[0].path)
+        if not of_job and job_state(text):
+            return text  # a number, such as 2, is also the beginning of a date
         found = [
             run
             for run in known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -120,8 +121,16 @@ class AgentConnection:
             self.events.close()
 
 
+_NOT_FOUND = re.compile(r"(\S+): (No such file or directory|command not found|not found|Permission denied)")
+
+
 def _why_no_agent(code: int | None, said: str) -> str:
     if code == 127 or "execve()" in said:
+        # one of several lines of srun: `... execve(): /venv/bin/python: No such file or directory`
+        missing = _NOT_FOUND.search(said)
+        if missing is not None:
+            there = f"there is no such Python: {missing[1]} ({missing[2]})"
+            return f"{there}. --remote_python or --venv has to name one that this host has"
         return f"there is no such Python: {said or 'exit code 127'}. Name it with --remote_python or --venv"
     if "No module named" in said and "zlaunch" in said:
         return (

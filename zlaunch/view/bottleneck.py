@@ -37,13 +37,18 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    times: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str], facts: Mapping[str, float] = _NOTHING
+    times: Mapping[int, Mapping[str, float]],
+    hosts: Mapping[int, str],
+    facts: Mapping[str, float] = _NOTHING,
+    *,
+    node_count: int | None = None,
 ) -> Bottleneck | None:
     """Return what bounds the step of a run; None where no rank has reported times.
 
     ``times``: the milliseconds of a step's parts by rank, as in a report. ``facts``: by name what else is
     known, of a report and of what was measured at the start: ``mfu``, ``micro_tokens``, ``moved_mb``,
-    ``link_gbs``, ``disk_mb``, ``disk_gbs``. Ranks wait for each other in
+    ``link_gbs``, ``disk_mb``, ``disk_gbs``. ``node_count``: the run's nodes, where other launchers report
+    the ranks of some. Ranks wait for each other in
     collectives, so the one that waits least while it works longest is the one that the others wait for.
     """
     if not times:
@@ -70,7 +75,7 @@ def find_bottleneck(
     }
     kind = max(shares, key=lambda name: shares[name])
     took = f"{_number(shares[kind])} of {_number(whole)} ms ({shares[kind] / whole:.0%})"
-    nodes = len({hosts.get(rank) for rank in times})
+    nodes = node_count or len({hosts.get(rank) for rank in times})
     tokens = facts.get("micro_tokens", 0.0)
     if kind == "compute" and facts.get("mfu", 1.0) < _LOW_MFU and 0 < tokens < _FEW_TOKENS:
         return Bottleneck(
@@ -155,7 +160,7 @@ _ENOUGH_STEPS = 10
 """Steps after which it can be said what bounds them: the first ones do much for the first time."""
 
 
-def what_bounds(progress: RunProgress, hosts: Mapping[int, str]) -> str:
+def what_bounds(progress: RunProgress, hosts: Mapping[int, str], node_count: int | None = None) -> str:
     """Say what bounded the steps of an attempt; "" where there were too few."""
-    found = find_bottleneck(progress.times(), hosts, progress.facts())
+    found = find_bottleneck(progress.times(), hosts, progress.facts(), node_count=node_count)
     return found.sentence if found is not None and (progress.step or 0) >= _ENOUGH_STEPS else ""

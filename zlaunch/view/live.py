@@ -23,6 +23,8 @@ _LEAST_RANKS = 2
 _OTHER_LINES = 16
 """Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
+_LIVING = ("running", "on ")
+"""How the states of runs begin that have not ended, on this host or another one."""
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
 """Colors of the parts of a step, in the order of TIMES."""
 
@@ -49,6 +51,9 @@ def draw(progress: RunProgress, title: str, state: str, now: float, height: int 
     if bottleneck is not None:
         parts.append(Text(bottleneck.sentence))
     parts += [Text(text, style="red") for text in progress.failures[:4]]
+    if not progress.ranks and state.startswith(_LIVING):
+        parts.append(Text("the workers are starting"))
+        return Group(*parts)
     parts.append(_ranks(progress, slow, now, max(_LEAST_RANKS, min(_MOST_RANKS, height - _OTHER_LINES))))
     return Group(*parts)
 
@@ -73,14 +78,14 @@ def _total_of(progress: RunProgress) -> str:
 
 
 def _headline(progress: RunProgress, title: str, state: str, now: float) -> RenderableType:
-    end = now if state == "running" else progress.last
+    end = now if state.startswith(_LIVING) else progress.last
     words = [title, state, span(max(0.0, end - progress.started)) if progress.started else ""]
     if progress.attempt:
         words.append(f"restart {progress.attempt}")
     if progress.step is not None:
         words.append(f"step {progress.step}{_total_of(progress)}")
     left = progress.seconds_left()
-    if left is not None and state == "running":
+    if left is not None and state.startswith(_LIVING):
         words.append(f"{span(left)} left" + (" in the epoch" if progress.of_epoch else ""))
     line = Text(" · ".join(word for word in words if word), style="bold")
     if not progress.steps or progress.step is None:

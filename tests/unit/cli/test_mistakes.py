@@ -157,6 +157,13 @@ def test_a_mistake_gets_advice_in_one_line(line: str, capsys: pytest.CaptureFixt
     assert [part for part in MISTAKES[line] if part not in shown.err] == [], shown.err
 
 
+@pytest.mark.parametrize("option", ["--mem", "--partition", "--cpus_per_task"])
+def test_submit_takes_options_of_sbatch_by_sbatch(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", option, "8", "train.py"]) == 2
+    dashed = option.replace("_", "-")
+    assert f'use --sbatch "{dashed}=VALUE"' in capsys.readouterr().err
+
+
 def test_an_option_behind_the_script_is_the_scripts_and_zlaunch_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from zlaunch.errors import LaunchError
+from zlaunch.launchers.base import Launcher
 from zlaunch.launchers.slurm import SrunTaskLauncher
+from zlaunch.launchers.this_node import LocalLauncher
 from zlaunch.plan.options import Launch, Program
 from zlaunch.plan.plan import Plan
 from zlaunch.slurm.environment import AllocatedNode, Allocation
@@ -190,3 +192,23 @@ def test_the_cause_of_an_end_in_slurm(
     launcher = SrunTaskLauncher(OPTIONS, replace(TASKS, ends_at=int(time.time()) + ends_in_s))
     end = launcher.end_of(outcome)
     assert (end.code, end.cause) == (outcome.code, cause)
+
+
+@pytest.mark.parametrize("launcher", [SrunTaskLauncher, LocalLauncher])
+@pytest.mark.parametrize(("granted", "refused"), [(1, True), (2, False), (None, False)])
+def test_more_gpus_than_slurm_gave_are_refused_also_where_none_is_visible(
+    monkeypatch: pytest.MonkeyPatch, launcher: type[Launcher], granted: int | None, refused: bool
+) -> None:
+    """CPU workers would take the place of GPUs that the job does not have. Without any GPU they are meant."""
+    nodes = (AllocatedNode("a", tasks=1, gpus=granted),)
+    allocation = Allocation("7", nodes, True, step_id=3, procid=0, ntasks=1, localid=0, nodeid=0)
+    for module in ("system.machine", "launchers.this_node"):
+        monkeypatch.setattr(f"zlaunch.{module}.discover", lambda environ: Devices((), None))
+    launch = replace(OPTIONS, num_gpus=2, workdir="/")
+    if refused:
+        with pytest.raises(
+            LaunchError, match="--num_gpus 2: SLURM gave this node 1 GPU; ask salloc or sbatch"
+        ):
+            launcher(launch, allocation)
+    else:
+        assert launcher(launch, allocation).world_sizes == (2,)

@@ -99,10 +99,9 @@ export PYXIS_CONTAINER_IMAGE='nvcr.io#nvidia/pytorch:24.10-py3'
 set +u
 module load cuda/12.4 nccl
 source '/home/me/my env/bin/activate'
-set -u
-
 export DATA="$HOME/data"
 ulimit -n 65536
+set -u
 
 # SLURM sends this signal only to the batch shell. exec replaces the shell with zlaunch, which then gets
 # the signal.
@@ -517,6 +516,41 @@ def test_submit_and_follow(
     captured = capfd.readouterr()
     assert captured.out == "42\nthe output\n"
     assert f"following {output}" in captured.err and f"job 42: {state}" in captured.err
+
+
+def test_what_slurm_could_not_start_is_explained(
+    bin_folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ready = tmp_path / "ready.sbatch"
+    ready.touch()
+    job = "   JobState=FAILED Reason=JobLaunchFailure\n   WorkDir=/home/me/here\n   StdOut=/nowhere/out"
+    programs(bin_folder, sbatch=shell("42"), squeue=shell("FAILED"), scontrol=shell(job))
+    monkeypatch.setattr(queue, "follow", partial(queue.follow, poll_s=0.001, ask_s=0.002))
+    assert main(["slurm", "submit", "--follow", str(ready)]) == 1
+    said = capfd.readouterr().err
+    assert "job 42: FAILED (JobLaunchFailure): does the folder /home/me/here exist on the nodes" in said
+
+
+@pytest.mark.parametrize("command", ["slurm submit", "submit --queue slurm"])
+def test_a_job_that_sbatch_refuses_is_explained_before(
+    bin_folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    Path("train.py").touch()
+    sinfo = "#!/bin/sh\ncase $* in *%c*) echo 'all*|16|gpu:2';; *%D*) echo 'all*|3';; *) echo gpu:2;; esac\n"
+    programs(bin_folder, sbatch=shell("", "not available", 1), sinfo=sinfo)
+    assert main([*command.split(), "--num_gpus", "8", "train.py"]) == 2
+    *_, warning, _, error = capfd.readouterr().err.splitlines()
+    assert warning.endswith("no node of the default partition has that many GPUs; the maximum is 2")
+    assert error.endswith("error: sbatch rejected the job of train.py: not available")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ def test_between_nodes() -> None:
     assert found is not None and found.sentence.startswith("communication between 2 nodes bounds the step")
 
 
+def test_between_nodes_of_which_others_report() -> None:
+    """In a step of SLURM each task's launcher knows its own rank."""
+    found = find_bottleneck({0: times(forward=10, communication=70)}, {0: "n1"}, node_count=2)
+    assert found is not None and found.sentence.startswith("communication between 2 nodes bounds the step")
+
+
 def test_parts_of_what_was_measured() -> None:
     def sentence(parts: dict[str, float], **facts: float) -> str:
         each = times(**parts)

@@ -11,10 +11,10 @@ from zlaunch.view.live import draw
 from zlaunch.view.progress import RunProgress
 
 
-def drawn(*events: dict[str, Any]) -> str:
+def drawn(*events: dict[str, Any], state: str = "running") -> str:
     progress = RunProgress().take_all({"time": 1.0 + at, **event} for at, event in enumerate(events))
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(draw(progress, "run", "running", 9.0))
+    console.print(draw(progress, "run", state, 9.0))
     return console.export_text()
 
 
@@ -46,3 +46,10 @@ def test_a_total_that_is_an_epochs_is_called_so() -> None:
     assert "epoch" not in drawn(*(metrics(step=step, steps=32) for step in (1, 2)))
     own = metrics(step=3, steps=100)  # the script begins to report a total of its own
     assert "step 3 of 100" in drawn(*events, own) and "epoch" not in drawn(*events, own)
+
+
+def test_a_run_on_another_host_grows_older_while_its_workers_start() -> None:
+    start = {"type": "start", "attempt": 0}
+    assert drawn(start, state="on n1").splitlines()[0].rstrip() == "run · on n1 · 8 s"
+    assert "the workers are starting" in drawn(start, state="on n1")
+    assert drawn(start, state="ended 0").splitlines()[0].rstrip() == "run · ended 0 · 0 s"
