@@ -506,3 +506,21 @@ def test_workers_that_start_after_a_save_was_asked_for_are_told(scene: Scene, sa
     for agent in scene.agents:
         asked = [m["signum"] for m in agent.told if m.get("cmd") == "signal"]
         assert asked == [signal.SIGUSR1] * save_asked
+
+
+def test_a_missing_python_is_named_without_what_srun_says_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = FakeTransport("n0")
+    said = (
+        "srun: cluster configuration lacks support for cpu binding\n"
+        "slurmstepd: error: execve(): /opt/nope/bin/python: No such file or directory\n"
+        "srun: error: n0: task 0: Exited with exit code 2"
+    )
+    monkeypatch.setattr(agent, "diagnostics", lambda: said)
+    agent.words.put(None)
+    with pytest.raises(NodeError) as refused:
+        AgentConnection(agent).ask(Hello(), HelloAnswer)
+    assert refused.value.host == "n0"
+    assert refused.value.text == (
+        "there is no such Python: /opt/nope/bin/python (No such file or directory). --remote_python or "
+        "--venv has to name one that this host has"
+    )
