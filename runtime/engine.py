@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .config import Config, Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError, ParameterError
 from .log import warn
+from .missing_step import MissingStep
 from .offload.states import StateMover
 from .optim.step import ShardedOptimizer, StepMethod
 from .precision import DeviceLossScaler, LossScaler, Precision, StepResult, cast_floats, floor_error
@@ -125,6 +126,8 @@ class Engine(nn.Module):
         self._counted = 0
         """Counts the backward passes at the last :meth:`step` that only counted."""
         self._has_warned_of_count = False
+        self._missing_step = MissingStep(is_watched=self._is_managed and sharded.comm.rank == 0)
+        finalize(self, self._missing_step.end)
         self._iteration: int | None = None
         """Keeps the scheduler's count after the last step; None before the first and after a load."""
         self._has_warned_of_schedule = False
@@ -402,6 +405,7 @@ class Engine(nn.Module):
         script has divided it. :meth:`step` averages gradients over the ranks.
         """
         self._schedule.check_call("engine.backward()")
+        _check_loss(loss)
         self._guard("engine.backward()", VALUES, GRADIENTS)
         self._method.before_backward(retain_graph=retain_graph)
         with self._around("backward"):
@@ -415,6 +419,7 @@ class Engine(nn.Module):
             finally:
                 self._sharded.loss_scaling.loss_is_scaled = False
             self._note_loss(loss, passes, is_share=not scale_wrt_gas)
+            self._missing_step.note_backward(self.gradient_accumulation_steps(), is_first=not passes)
             return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -462,6 +467,7 @@ class Engine(nn.Module):
                 "set_gradient_accumulation_boundary()"
             )
         self._boundary = is_boundary
+        self._missing_step.trust()
         self._prepare_pass()
 
     @contextmanager
@@ -475,6 +481,7 @@ class Engine(nn.Module):
                 "use gradient_accumulation_steps"
             )
         self._no_sync = True
+        self._missing_step.trust()
         self._prepare_pass()
         try:
             yield
@@ -507,6 +514,7 @@ class Engine(nn.Module):
         self._schedule.check_call("engine.step()")
         self._guard("engine.step()")
         self.checkpoints.check()
+        self._missing_step.trust()
         self._method.before_step()
         before = self._result
         is_boundary = self.is_gradient_accumulation_boundary()
@@ -880,6 +888,7 @@ class Engine(nn.Module):
 
     def _close(self) -> None:
         self._destroyed = True
+        self._missing_step.end()
         self._sharded.engine = None
         with ExitStack() as stack:  # every part is closed, whatever fails
             stack.callback(self.comm.close)
@@ -893,6 +902,14 @@ class Engine(nn.Module):
             stack.callback(self.monitor.close)
             stack.callback(self._states.close)
             stack.callback(self._states.reload, non_blocking=False)
+
+
+def _check_loss(loss: object) -> None:
+    """Raise TypeError or RuntimeError for what autograd cannot start from."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"engine.backward needs the loss tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise RuntimeError(f"the loss has shape {list(loss.shape)}: reduce it, for example with loss.mean()")
 
 
 def _iteration(scheduler: Any) -> int | None:

@@ -69,4 +69,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a script that counts micro-batches beside the engine is not told",
         ("tests/runtime/test_unmanaged_accumulation.py",),
     ),
+    Mutation(
+        "runtime/missing_step.py",
+        "        if is_first:\n            self._passes = 0\n",
+        "",
+        "a script that drops the gradients of each pass is told that step() is missing",
+        ("tests/runtime/test_unmanaged_accumulation.py",),
+    ),
 )

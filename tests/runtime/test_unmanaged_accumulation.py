@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from typing import Any
 
 import pytest
@@ -113,6 +113,85 @@ def test_a_script_that_counts_beside_the_engine_is_told_once() -> None:
     said = "engine.step() after 2 backward passes counts as one micro-batch of 2"
     assert (first.count(said), steps) == (1, 1) and said not in other
     assert (said not in second, right) == (True, 3)
+
+
+def _never_step() -> dict[str, list[str]]:
+    """Return what loops print that make backward passes without a step() for each, by name: after the passes
+    and at the end of the engine.
+    """
+    rank = join()
+    data = batches(1, 4)[0].chunk(2)[rank]
+    unmanaged: dict[str, Any] = {"managed_gradient_accumulation": False, "optimizer": {"type": "SGD"}}
+    cases: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+        "forgotten": (3, 2, 6, {}),
+        "forgotten for long": (3, 2, 70, {}),
+        "many micro-batches": (2, 40, 70, {}),
+        "one step": (3, 6, 6, {}),
+        "several losses": (2, 1, 6, {}),
+        "boundary": (2, 2, 6, {}),
+        "no_sync": (1, 2, 6, {}),
+        "dropped": (2, 2, 6, {}),
+        "unmanaged": (2, 2, 6, unmanaged),
+        "raised": (2, 2, 6, {}),
+    }
+    said = {}
+    for name, (stage, accumulation, passes, more) in cases.items():
+        engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 2, accumulation, **more))
+        with redirect_stdout(io.StringIO()) as during:
+            for index in range(passes):
+                if name == "boundary":
+                    engine.set_gradient_accumulation_boundary(index + 1 == passes)
+                with engine.no_sync() if name == "no_sync" else nullcontext():
+                    engine.backward(loss_of(engine, data))
+                if name == "dropped":
+                    engine.zero_grad()
+            if name == "several losses":
+                engine.step()
+        with redirect_stdout(io.StringIO()) as at_end:
+            if name == "raised":
+                with suppress(KeyError):
+                    try:
+                        raise KeyError
+                    finally:
+                        engine.destroy()
+            engine.destroy()
+        said[name] = [during.getvalue(), at_end.getvalue()]
+    return said
+
+
+def test_a_script_that_never_steps_is_told_once() -> None:
+    first, other = run_workers(_never_step, 2)
+    assert other == {name: ["", ""] for name in first}, "only rank 0 says it"
+    text = "zlaunch: warning: engine.backward() was called {} times and engine.step() never"
+    assert first["forgotten"][0] == "", "it may still be one step of several losses"
+    assert text.format(6) in first["forgotten"][1]
+    assert "(gradient_accumulation_steps 2): call engine.step() after each" in first["forgotten"][1]
+    assert first["forgotten for long"][0].count(text.format(64)) == 1 and first["forgotten for long"][1] == ""
+    assert first["many micro-batches"][0] == "" and text.format(70) in first["many micro-batches"][1]
+    for name in ("one step", "several losses", "boundary", "no_sync", "dropped", "unmanaged", "raised"):
+        assert first[name] == ["", ""], name
+
+
+def _pass_what_is_no_loss() -> list[str]:
+    rank = join()
+    engine, *_ = zlaunch.initialize(model=net(), config=config(2, 2))
+    loss = loss_of(engine, batches(1, 4)[0].chunk(2)[rank])
+    with pytest.raises(TypeError) as number:
+        engine.backward(loss.item())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError) as shape:
+        engine.backward(loss * torch.ones(4, 1, device=loss.device))
+    engine.backward(loss.reshape(1, 1))
+    engine.step()
+    engine.destroy()
+    return [str(number.value), str(shape.value)]
+
+
+def test_a_loss_that_autograd_cannot_start_from_is_refused() -> None:
+    [said] = run_workers(_pass_what_is_no_loss, 1)
+    assert said == [
+        "engine.backward needs the loss tensor, got float",
+        "the loss has shape [4, 1]: reduce it, for example with loss.mean()",
+    ]
 
 
 def _step_the_schedule_by_hand() -> list[str]:

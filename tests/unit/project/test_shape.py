@@ -18,7 +18,16 @@ ORDER = (
         for name in (
             *("errors", "world_sizes", "environment", "log", "trust", "report", "device", "data", "mesh"),
             *("host_memory", "models", "optimizer_specs", "config", "restarts", "comm", "precision"),
-            *("averaging", "step_losses", "preemption", "zero", "optim", "offload", "activation"),
+            *(
+                "averaging",
+                "step_losses",
+                "missing_step",
+                "preemption",
+                "zero",
+                "optim",
+                "offload",
+                "activation",
+            ),
             *("checkpoint", "engine", "parallel", "memory", "observe", "arguments", "script", "build"),
             "api",
         )
