@@ -76,7 +76,7 @@ def _check(pool: Mapping[str, Sequence[int]], selection: Selection) -> None:
         if missing:
             there = ",".join(map(str, pool[host]))
             raise FilterError(
-                f"{host} has no slot {missing[0]}: it has {len(pool[host])} slot(s)"
+                f"{host} has no slot {missing[0]}: it has {_slots(len(pool[host]))}"
                 + f" ({there})" * bool(there)
             )
 
@@ -105,9 +105,13 @@ def limit(pool: Mapping[str, Sequence[int]], num_gpus: int | None) -> Pool:
     kept: Pool = {}
     for host, slots in pool.items():
         if num_gpus is not None and not 1 <= num_gpus <= len(slots):
-            raise FilterError(f"--num_gpus {num_gpus}: {host} has {len(slots)} slot{'s' * (len(slots) != 1)}")
+            raise FilterError(f"--num_gpus {num_gpus}: {host} has {_slots(len(slots))}")
         kept[host] = tuple(slots[:num_gpus])
     return _not_empty(kept)
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'' if count == 1 else 's'}"
 
 
 def _not_empty(pool: Pool) -> Pool:

@@ -364,7 +364,11 @@ def test_a_rank_that_ended_too_early_is_named(tmp_path: Path) -> None:
     """
     launch = run(tmp_path, "--num_gpus=2", script=script)
     assert launch.process.returncode == 1
-    assert "rank 1 on localhost had ended with code 0" in launch.err and "dist.all_reduce" in launch.err
+    told = launch.err[launch.err.index("zlaunch: rank 1 on localhost ended with exit code 0") :]
+    lead, next_line = told.splitlines()[:2]
+    assert lead.endswith("while others still ran: the script returned early on this rank")
+    assert next_line == "  rank 0 on localhost failed after that: it exited with code 1"
+    assert "dist.all_reduce" in told
 
 
 def test_what_a_script_leaves_running_is_said(tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_a_signal_of_the_user_and_one_of_nobody_are_told_apart(
     assert f"ended 143 ({words})" in zlaunch(tmp_path, "ps", "--all", ".").stdout
     waited = zlaunch(tmp_path, "wait", "run")
     assert waited.returncode == 143 and f"run: {words} (exit code 143)" in waited.stderr
+    assert ("run: rank 0 on localhost: SIGTERM" in waited.stderr) == (cause == "failed"), waited.stderr
+
+
+def test_a_killed_launcher_leaves_no_exit_code_and_ps_and_wait_say_so(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "--num_gpus=1", "--no_local_rank", script=SLEEPS)
+    wait_until(lambda: "ready" in launch.out, "the worker")
+    launch.process.kill()
+    launch.wait()
+    assert " gone " in zlaunch(tmp_path, "ps", "--all", ".").stdout
+    waited = zlaunch(tmp_path, "wait", "run")
+    assert waited.returncode == 1 and "the launcher was killed and wrote no exit code" in waited.stderr
 
 
 IGNORES = """

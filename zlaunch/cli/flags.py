@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from zlaunch.cli.commands import Option, option
+from zlaunch.errors import LaunchError
 from zlaunch.launchers.arrival import DEFAULT_PORT, USUAL_LIMIT_S, Arrival
 from zlaunch.launchers.found import read_job
 from zlaunch.launchers.registry import LOCAL, NAMED, SSH
@@ -389,6 +390,16 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     if arrives:
         _take_arrival(out, here, given["rdzv_id"] or "")
     return out
+
+
+def name_as_typed(error: LaunchError, given: Mapping[str, Any]) -> LaunchError:
+    """Return an error about one of zlaunch's options with the name of the flag that the user has written."""
+    text = str(error)
+    for flag, name in {**SAME, "nproc_per_node": "num_gpus", "nnodes": "num_nodes"}.items():
+        value = given.get(flag)
+        if value is not None:
+            text = text.replace(f"--{name} {value}: ", f"--{flag} {value}: ")
+    return LaunchError(text)
 
 
 def _take_arrival(out: dict[str, Any], here: Surroundings, run: str) -> None:

@@ -36,9 +36,8 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
     for run, page in zip(found, pages, strict=True):
         hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
         bottleneck = find_bottleneck(page.progress.times(), hosts, page.progress.facts())
-        if page.progress.failures:
-            last = page.failures[0].strip().splitlines()[-1]
-            click.echo(f"{run.name}: {last}" if len(found) > 1 else last)
+        if page.failure:
+            click.echo(f"{run.name}: {page.failure}" if len(found) > 1 else page.failure)
         if bottleneck is not None:
             click.echo(f"{run.name}: {bottleneck.sentence}" if len(found) > 1 else bottleneck.sentence)
     click.echo(str(target))

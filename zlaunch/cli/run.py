@@ -20,7 +20,7 @@ from zlaunch import __version__
 from zlaunch.cli.commands import SETTINGS, SUBCOMMANDS, print_name, with_options
 from zlaunch.cli.launch_command import OTHER_FLAGS, LaunchCommand, help_all_option
 from zlaunch.cli.launch_options import LAUNCH
-from zlaunch.errors import NodeError
+from zlaunch.errors import LaunchError, NodeError
 from zlaunch.launchers import registry
 from zlaunch.plan.options import Launch, Program, python_there
 from zlaunch.system.machine import discover
@@ -202,6 +202,12 @@ def prepare(command: tuple[str, ...], given: Mapping[str, Any]) -> Chosen:
     except NodeError as error:
         _note_refusal(launch, error)
         raise
+    except LaunchError as error:
+        if OTHER_FLAGS not in given:
+            raise
+        from zlaunch.cli.flags import name_as_typed
+
+        raise name_as_typed(error, given) from None
 
 
 def _choose(launch: Launch, allocation: Allocation | None) -> Chosen:

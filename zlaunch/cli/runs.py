@@ -584,7 +584,13 @@ def wait(run: str, timeout: float | None) -> int:
             print(f"zlaunch wait: error: {run} has not ended within {timeout:g} s", file=sys.stderr)
             return 124
         time.sleep(_ATTACH_POLL_S)
-    return _exit_code(found.now())
+    ended = found.now()
+    if ended.record.end is not None and ended.record.end.cause == "failed":
+        from zlaunch.ui.run_pages import read_failure
+
+        if failure := read_failure(ended):
+            print(f"zlaunch: {ended.name}: {failure}", file=sys.stderr)
+    return _exit_code(ended)
 
 
 def _is_living_batch_job(text: str) -> bool:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
-_OF_LAUNCHERS = {"num_gpus", "num_nodes", "nproc_per_node", "nnodes", "hostfile", "include", "exclude"}
-_OF_LAUNCHERS |= {"num_accelerators", "max_restarts", "dry_run", "detach", "log_ranks", "hang_timeout"}
-_OF_LAUNCHERS |= {"master_port", "master_addr", "node_rank", "launcher"}
+LAUNCHER_OPTIONS = {"num_gpus", "num_nodes", "nproc_per_node", "nnodes", "hostfile", "include", "exclude"}
+LAUNCHER_OPTIONS |= {"num_accelerators", "max_restarts", "dry_run", "detach", "log_ranks", "hang_timeout"}
+LAUNCHER_OPTIONS |= {"master_port", "master_addr", "node_rank", "launcher"}
 """Options of launchers that hardly any script has."""
 _MOST_RANKS = 1 << 20
 _MOST_CORES = 1 << 16
@@ -140,7 +140,7 @@ def launch_options_of_the_script(command: Sequence[str], *, module: bool) -> str
     """
     given = [word for word in command[1:] if word.startswith("--")]
     names = {word: word.partition("=")[0][2:].replace("-", "_") for word in given}
-    suspects = {word: name for word, name in names.items() if name in _OF_LAUNCHERS}
+    suspects = {word: name for word, name in names.items() if name in LAUNCHER_OPTIONS}
     if not suspects:
         return None
     try:
@@ -247,7 +247,8 @@ def check_configs(
 
     ``world_sizes`` has the numbers of ranks that the run may have, as far as they are known. ``folder`` is
     where the script will run, None for this one. Of ``--config`` it is not sure whose it is: a script that
-    imports none of those who read such files may mean any file, or a name that only it knows.
+    imports none of those who read such files may mean any file, or a name that only it knows: a missing file
+    is then a warning.
     """
     if folder is not None and not os.path.isdir(folder):
         return []  # only the nodes have it
@@ -256,7 +257,9 @@ def check_configs(
         script = command[0] if module else os.path.join(folder or "", command[0])
         is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
         path = os.path.join(folder or "", name)
-        if is_used or os.path.isfile(path):
+        if not is_used and not os.path.exists(path):
+            found.append(f"{option} {name}: no such file{_config_near(path)}")
+        elif is_used or os.path.isfile(path):
             found += _check_config(option, path, surely_ours, world_sizes if is_used else (), is_used)
     return found
 

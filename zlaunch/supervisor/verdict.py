@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zlaunch.plan.checks import LAUNCHER_OPTIONS
 from zlaunch.plan.plan import Plan, shown_host
 from zlaunch.supervisor.end import SAVED_CODE, End, Slot
 from zlaunch.supervisor.nodes import LostNodeProcesses
@@ -117,7 +118,7 @@ def report(
 
     `tail` are the last lines of the rank's output; they are left out where the console has `shown` them. The
     text has the cause once: a traceback that is in the output is not repeated. `others`: what became of the
-    ranks that this one has lost, where that is known and they have not failed.
+    ranks that this one has lost, where that is known and they have not failed. It leads the text.
     """
     tail = without_stacks(tail)
     code = failure.returncode
@@ -129,7 +130,7 @@ def report(
         how = f"exited with code {code}"
     text = [f"zlaunch: rank {failure.rank} on {failure.host} failed first: it {how}"]
     if failure.talk == "lost" and others:
-        text = [f"zlaunch: rank {failure.rank} on {failure.host} has lost other ranks: {others}"]
+        text = [f"zlaunch: {others}", f"  rank {failure.rank} on {failure.host} failed after that: it {how}"]
     if failure.reason:
         text.append(f"  likely reason: {failure.reason}")
     last = failure.exception.rpartition("\n")[2].strip()
@@ -145,8 +146,7 @@ def report(
         text.append("  exception: " + failure.exception.replace("\n", "\n    "))
     if failure.talk == "lost" and not others:
         text.append("  it has only lost another rank: what that one has printed says why")
-    if hint := _hint(tail):
-        text.append(f"  hint: {hint}")
+    text += [f"  hint: {hint}" for hint in _hints(tail)]
     if lines:
         text.append(f"  last lines of rank {failure.rank}:")
         text += [f"    | {line}" for line in lines]
@@ -180,10 +180,6 @@ _HINTS = (
         "a script with a Hugging Face Trainer takes --deepspeed FILE, not --config",
     ),
     (
-        r"unrecognized arguments: --num_gpus",
-        "--num_gpus stood after the script, so it was the script's: put zlaunch's options before it",
-    ),
-    (
         r"FileNotFoundError: .*checkpoint-\d+/trainer_state\.json",
         "this checkpoint-N is incomplete: a worker was killed while it saved. To resume from the newest "
         "complete one, call trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))",
@@ -198,9 +194,29 @@ _HINTS = (
 """What a line of the output matches -> what the user can do."""
 
 
-def _hint(tail: Sequence[str]) -> str:
-    found = (hint for pattern, hint in _HINTS if any(re.search(pattern, line) for line in tail))
-    return next(found, "")
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)")
+_CONFIG_OPTIONS = ("config", "deepspeed", "deepspeed_config")
+
+
+def _hints(tail: Sequence[str]) -> list[str]:
+    """Return what the user can do about the last lines of a rank's output."""
+    hints = [hint for pattern, hint in _HINTS if any(re.search(pattern, line) for line in tail)][:1]
+    unknown = next((found[1] for line in reversed(tail) if (found := _UNKNOWN.search(line))), "")
+    for word in unknown.split():
+        option = word.partition("=")[0]
+        name = option[2:].replace("-", "_")
+        if not option.startswith("--"):
+            continue
+        if name in LAUNCHER_OPTIONS:
+            hints.append(
+                f"{option} stands after the script and went to it; zlaunch's options go before the script"
+            )
+        elif name in _CONFIG_OPTIONS:
+            hints.append(
+                f"the script does not know {option}: add it to the parser, for example with "
+                "zlaunch.add_config_arguments(parser)"
+            )
+    return hints
 
 
 # -- verdict ----------------------------------------------------------------------------------------
@@ -406,12 +422,15 @@ class Verdict:
     def _others(self) -> str:
         """Say what became of ranks that others may have lost although they have not failed."""
         if self.lost:
-            return f"those of {', '.join(map(shown_host, sorted(self.lost)))}, see above"
+            return f"the ranks of {', '.join(map(shown_host, sorted(self.lost)))} are gone, see above"
         if self._ended_well:
             rank, host = self._ended_well[0]
-            where = shown_host(host)
-            more = f" and {len(self._ended_well) - 1} more" if len(self._ended_well) > 1 else ""
-            return f"rank {rank} on {where}{more} had ended with code 0, while this one still waited for it"
+            more = len(self._ended_well) - 1
+            who = f"rank {rank} on {shown_host(host)}" + (f" and {more} more" if more else "")
+            return (
+                f"{who} ended with exit code 0 while others still ran: the script returned early on "
+                f"{'these ranks' if more else 'this rank'}"
+            )
         return ""
 
     def _tail(self, rank: int) -> Sequence[str]:

@@ -60,6 +60,13 @@ class RunReader:
         )
 
 
+def read_failure(run: FoundRun) -> str:
+    """Return a line about the first failure of the last attempt; empty where none is recorded."""
+    reader = RunReader(run)
+    reader.advance()
+    return reader.page(run).failure
+
+
 def _facts(run: FoundRun, progress: RunProgress) -> list[tuple[str, str]]:
     record = run.record
     end = record.ended or progress.last or record.started

@@ -231,6 +231,11 @@ class RunPage:
     command: Sequence[str] = ()
     """The words behind `zlaunch`."""
 
+    @property
+    def failure(self) -> str:
+        """Return the failure in one line; empty where the last attempt had none."""
+        return self.failures[0].strip().splitlines()[-1] if self.progress.failures else ""
+
 
 def write_page(runs: Sequence[RunPage]) -> str:
     """Return the page's HTML. With several runs their curves are drawn in the same charts."""

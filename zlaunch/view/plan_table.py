@@ -29,6 +29,8 @@ _CROSSING = {
 _FIRST = 56
 _LAST = 8
 """Rows of a table that are shown; rich takes seconds for the 8,000 workers of 1,000 nodes."""
+_SUMMARIZED = 8
+"""Ranks above which the table is so long that a line above it says which node has which."""
 _REPEATED = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 """Begin the names of torchrun's variables, which say the same once more."""
 
@@ -64,7 +66,19 @@ def plan_table(
         place = [_place(mesh, worker.rank)] if mesh else []
         table.add_row(str(worker.rank), host, *place, Text("\n".join(own)), Text(shlex.join(worker.argv)))
     drawn = [] if mesh is None else [_draw(plan, mesh)]
-    return Group(table, *drawn, Text("\n".join(_facts(plan, dict(shared), spares, min_nodes))))
+    summary = [_summary(plan)] if len(workers) > _SUMMARIZED else []
+    return Group(*summary, table, *drawn, Text("\n".join(_facts(plan, dict(shared), spares, min_nodes))))
+
+
+def _summary(plan: Plan) -> Text:
+    """Return one line with the ranks of each node, whose numbers are consecutive."""
+    parts = []
+    for node in plan.nodes:
+        first, last = node.workers[0].rank, node.workers[-1].rank
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        parts.append(f"{node.host}: {ranks}")
+    ends = [part or "..." for part in _ends(parts)]
+    return Text(", ".join(ends))
 
 
 def _ends(rows: Sequence[T]) -> list[T | None]:

@@ -75,7 +75,8 @@ def test_a_config_without_a_meaning(launch: Launch, option: str, name: str, text
 def test_a_config_of_a_script_that_reads_none(launch: Launch) -> None:
     """What such a script means by --config is its own business; by DeepSpeed's options it is not."""
     for imports in ("os", "torch"):
-        assert launch("--config", "none.yaml", imports=imports)[0] == 0
+        code, said = launch("--config", "none.yaml", imports=imports)
+        assert code == 0 and "warning: --config none.yaml: no such file" in said
         assert launch("--config", "own.yaml", imports=imports, files={"own.yaml": ""})[0] == 0
         assert "no such file" in refused(launch, "--deepspeed_config", "none.json", imports=imports)
     wrong = {**GOOD, "zero_optimization": {"overlap_com": True}}

@@ -18,6 +18,9 @@ from zlaunch.system.machine import Devices
 
 MISTAKES: dict[str, tuple[str, ...]] = {
     # Words of other launchers
+    "--hostfile hosts --nproc_per_node 9 train.py": ("--nproc_per_node 9: n1 has 8 slots",),
+    "--hostfile hosts --nnodes 3 train.py": ("--nnodes 3: there are 2 hosts",),
+    "--hostfile hosts --num_gpus 9 train.py": ("--num_gpus 9: n1 has 8 slots",),
     "--gpus 2 train.py": ("--gpus", "--num_gpus"),
     "--nproc 8 train.py": ("--nproc", "--num_gpus"),
     "--nodes 2 train.py": ("--nodes", "--num_nodes"),

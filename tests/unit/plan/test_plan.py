@@ -131,6 +131,7 @@ def test_table_shows_every_rank_and_shared_settings_once() -> None:
     Console(file=out, width=140).print(plan_table(plan(NodeSpec("localhost", 2, 2))))
     text = out.getvalue()
     assert text.count("WORLD_SIZE=2") == 2  # also in LOCAL_WORLD_SIZE
+    assert "ranks 0-1" not in text, "a short table needs no summary"
     assert "LOCAL_RANK=1" in text and "127.0.0.1:29500" in text and "train.py --local_rank=0" in text
 
 
@@ -162,6 +163,7 @@ def test_a_long_table_shows_its_ends() -> None:
     Console(file=out, width=140).print(plan_table(plan(*nodes)))
     text = out.getvalue()
     assert "96 more workers: --json shows all" in text
+    assert "".join(text.splitlines()[:4]).startswith("n0: ranks 0-7, n1: ranks 8-15, ")
     assert text.count("train.py --local_rank=") == 64 and "RANK=159\n" in text.replace(" ", "\n")
 
 

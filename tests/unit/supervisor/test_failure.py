@@ -110,6 +110,18 @@ def test_report_hints_at_an_incomplete_checkpoint_of_a_trainer() -> None:
     assert "hint: this checkpoint-N is incomplete" in text and "zlaunch.resume_dir(output_dir)" in text
 
 
+def test_report_names_the_arguments_that_stand_on_the_wrong_side() -> None:
+    both = "t.py: error: unrecognized arguments: --local_rank=0 --num_gpus 2 --lr 1"
+    text = report(Failure(0, "h", 0, "exit", 2), ["usage", both], "log")
+    assert text.count("hint: ") == 2 and "--no_local_rank" in text
+    assert "--num_gpus stands after the script and went to it; zlaunch's options go before the script" in text
+    config = "t.py: error: unrecognized arguments: --config=ds.json"
+    text = report(Failure(0, "h", 0, "exit", 2), ["usage", config], "log")
+    assert text.count("hint: ") == 1 and "the script does not know --config: add it to the parser" in text
+    own = "t.py: error: unrecognized arguments: --lr 1"
+    assert "hint" not in report(Failure(0, "h", 0, "exit", 2), ["usage", own], "log")
+
+
 def test_report_hints_at_different_collectives() -> None:
     gloo = (
         "[enforce fail at /x/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8."
