@@ -268,3 +268,25 @@ def test_classes_made_inside_keep_their_decorators() -> None:
     for scales, kind, bias in run_workers(_late_classes, 2):
         assert (scales, kind) == (4.0, "Parameter"), "plain again, and still decorated"
         assert bias == [5.0, 5.0, 5.0, 0.0], "values of equal shape may be assigned while a model is built"
+
+
+def _groups_by_axes() -> list[tuple[int, float]]:
+    """Train a model built sharded without weight decay on its parameters of one axis."""
+    zlaunch.init_distributed()
+    settings = config(3, 2)
+    with zlaunch.zero.Init(config=settings):
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    engine, optimizer, *_ = zlaunch.initialize(model=model, model_parameters=groups, config=settings)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    found = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    engine.destroy()
+    return found
+
+
+def test_groups_by_the_number_of_axes_of_sharded_parameters() -> None:
+    assert run_workers(_groups_by_axes, 2) == [[(2, 0.1), (4, 0.0)]] * 2
