@@ -115,6 +115,8 @@ _SAME_ARGUMENTS = {
 }
 """Word in a command's place -> zlaunch's command that takes the same arguments."""
 _LEAST_LIKENESS = 0.75
+_LIKENESS_OF_WORDS = 0.8
+"""Higher, because words are short: "last" is no slip for "list"."""
 
 
 def spelled_out(words: Sequence[str], error: click.NoSuchOption) -> list[str] | None:
@@ -205,7 +207,7 @@ def _near_word(word: str, known: Iterable[str]) -> str:
     others = {*_COMMANDS, *_SAME_ARGUMENTS}
     if word in others or not word.isalpha():
         return word
-    near = difflib.get_close_matches(word, [*known, *others], n=1, cutoff=_LEAST_LIKENESS)
+    near = difflib.get_close_matches(word, [*known, *others], n=1, cutoff=_LIKENESS_OF_WORDS)
     return near[0] if near and near[0] in others else word
 
 

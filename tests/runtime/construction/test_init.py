@@ -280,10 +280,10 @@ def _groups_by_axes() -> list[tuple[int, float]]:
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    engine, optimizer, *_ = zlaunch.initialize(model=model, model_parameters=groups, config=settings)
+    engine, *_ = zlaunch.initialize(model=model, model_parameters=groups, config=settings)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
-    found = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    found = [(len(group["params"]), group["weight_decay"]) for group in engine.optimizer.param_groups]
     engine.destroy()
     return found
 
