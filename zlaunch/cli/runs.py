@@ -538,13 +538,12 @@ def attach(run: str, lines: int) -> int:
 
     Ctrl-C leaves the run alone. The exit code is the run's.
     """
-    run = meant(run)
-    path = find_run(run).path / CONSOLE_LOG
+    path = find_run(meant(run)).path / CONSOLE_LOG
     if not path.exists():
         raise click.UsageError(
             f"{run} was not started with --detach: follow its output with `zlaunch logs -f {run}`"
         )
-    found = _here(run, "attach")
+    found = _here(meant(run), "attach")
     try:
         with open(path, "rb") as file:
             file.seek(offset_of_last(path, lines))
