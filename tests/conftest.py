@@ -40,8 +40,8 @@ class _Scheduling(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
-    # In the order of the folders, not files with most cases first: tests of clusters and launchers, which wait
-    # much and are long, run beside those that compute, and the short unit tests fill the end.
+    # In the order of the folders, not files with most cases first: tests of clusters and launchers are long
+    # and wait much, so they run beside those that compute, and the short unit tests fill the end.
     config.option.loadscopereorder = False
     return _Scheduling(config, log)
 

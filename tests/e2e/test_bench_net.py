@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.test_runs import zlaunch
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_one_machine(tmp_path: Path) -> None:
     done = zlaunch(tmp_path, "bench", "net", "--num_gpus=3", "--size=1", "--json")
     assert done.returncode == 0, done.stderr

@@ -66,6 +66,7 @@ def test_flags_with_an_answer(tmp_path: Path, flags: list[str], answer: str) -> 
     assert launch.err.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_each_node_by_hand(tmp_path: Path) -> None:
     """As `accelerate launch` with the nossh launcher starts it: the same command on every node."""
     hosts = tmp_path / "hosts"

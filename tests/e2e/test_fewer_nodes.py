@@ -50,6 +50,7 @@ def test_a_restart_without_a_node_keeps_its_global_batch(tmp_path: Path) -> None
     assert "BATCH 4 2 2" in launch.out
 
 
+@pytest.mark.exhaustive
 def test_a_start_without_a_node_has_the_global_batch_of_all(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(f"localhost slots=1\n{DEAD} slots=1\n")
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": SGD}))

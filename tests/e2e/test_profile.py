@@ -32,7 +32,7 @@ TRAIN = """
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("steps", "count"), [("3-4", 2), ("1", 1), ("6-9", 1)])
 def test_a_trace_has_the_parts_of_its_steps(steps: str, count: int, tmp_path: Path) -> None:
     script = TRAIN.replace("OWN", "False")

@@ -207,6 +207,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.exhaustive
 def test_sigterm_removes_the_folder(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run([sys.executable, "-c", TERMINATED, str(tmp_path), str(root)], timeout=LIMIT_S)

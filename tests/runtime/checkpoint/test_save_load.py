@@ -186,8 +186,8 @@ def _reshard(names: list[str], folder: str, scratch: str) -> list[str]:
     [
         {
             1: ["stage3 nvme"],
-            2: ["stage1", "stage3"],
-            4: ["stage2 groups with cpu", "stage3 copies with all on disk"],
+            2: ["stage1"],
+            4: ["stage3 copies with all on disk"],
         },
         pytest.param(GRID, marks=pytest.mark.exhaustive),
     ],
@@ -265,6 +265,7 @@ MORE = [(1, "stage0"), *((2, name) for name in ("stage0", "stage2 cpu", "stage2 
 MORE.append((2, "stage3 all on disk"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "name"), [*EXACT, *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in MORE)]
 )

@@ -79,7 +79,7 @@ def test_a_restart_goes_on_from_the_last_snapshot(stage: int, tmp_path: Path) ->
         assert losses == whole[rank][8:]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_lost_node_s_part_comes_from_its_neighbour(stage: int, lost: int, tmp_path: Path) -> None:
@@ -92,6 +92,7 @@ def test_a_lost_node_s_part_comes_from_its_neighbour(stage: int, lost: int, tmp_
         assert losses == whole[rank][8:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fewer_nodes_go_on_from_what_they_have(stage: int, tmp_path: Path) -> None:
     whole = run_workers(_first, 3, str(tmp_path), [0, 1, 2], stage)

@@ -56,6 +56,7 @@ def test_sizes_are_those_of_the_heaviest_rank(tmp_path: Path, family: str, axes:
     assert one.experts == (held[0][1] if mesh.expert > 1 else 0)
 
 
+@pytest.mark.exhaustive
 def test_activations_of_shared_layers(tmp_path: Path) -> None:
     whole = _sizes(tmp_path, "qwen3")
     alone = of_module(whole, 32, 4, torch.float32)

@@ -438,6 +438,7 @@ def _load(folder: str, state: str, masters: str, stage: int) -> dict[str, Tensor
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("state", "masters", "stage", "offload"),
     [

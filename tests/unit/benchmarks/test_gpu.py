@@ -62,6 +62,7 @@ def test_what_was_measured_stays(
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_the_rehearsal_is_real(tmp_path: Path) -> None:
     found = run(gpu.FIRST[0], 300, tmp_path / "log", rehearse=True)
     assert found["result"]["matmul_tflops"] > 0, found

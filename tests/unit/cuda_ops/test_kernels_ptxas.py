@@ -48,7 +48,7 @@ def resources(ptxas: Path, text: bytes, arch: int, folder: Path) -> dict[str, tu
     return {name: (int(a) + int(b) + int(c), int(registers)) for name, a, b, c, registers in found}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arch",
     [80, 90, *(pytest.param(arch, marks=pytest.mark.exhaustive) for arch in (70, 75, 86, 89, 100, 120))],
