@@ -17,8 +17,8 @@ PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-ba
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 # Test workers: one per core, from 2 to 4. One more than cores is no faster and takes 15% more CPU time.
-# One process more than cores, because tests of launchers wait.
-WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 3 ? 4 : n + 1)))
+# No more than cores: ranks wait actively, and would use up the time of others.
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .PHONY: demo install test test-fast test-all test-every test-quarter test-support test-smoke mutate numerics lint docs bench clean
 
