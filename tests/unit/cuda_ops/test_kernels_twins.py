@@ -277,9 +277,12 @@ def test_a_forked_child_makes_a_pool_of_its_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sum_of_squares(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     for numel in (0, 1, 7, 200_000):
         tensor = torch.randn(numel).to(dtype)
-        torch.testing.assert_close(sum_of_squares(tensor), tensor.double().square().sum(), rtol=1e-6, atol=0)
+        wanted = tensor.double().square().sum()
+        # fp32 sums of a CPU: their error depends on its vectors and threads.
+        torch.testing.assert_close(sum_of_squares(tensor), wanted, rtol=4e-6, atol=0)
         if numel:
             for special in (torch.inf, torch.nan):
                 tensor[numel // 2] = special
