@@ -41,6 +41,13 @@ _context.set_forkserver_preload(
 )
 
 
+def start_fork_server() -> None:
+    """Start the fork server and wait until it has imported and compiled everything."""
+    process = _context.Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
 def join() -> int:
     """Join the process group of the workers; return this worker's rank."""
     import torch.distributed as dist
