@@ -290,6 +290,19 @@ def test_a_scripts_loop() -> None:
     assert run_workers(_loop, 2) == ["done"] * 2
 
 
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adafactor", "NAdam"])
+def test_the_groups_of_another_optimizer_do_not_become_adams(name: str) -> None:
+    """accelerate passes them with offload_optimizer: see map_pytorch_optim_to_deepspeed."""
+    from zlaunch.compat.deepspeed.optimizers import DeepSpeedCPUAdam
+
+    cpu_adam: Any = DeepSpeedCPUAdam
+    weight = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match="param groups of another optimizer"):
+        cpu_adam(getattr(torch.optim, name)([weight], lr=0.1).param_groups, lr=0.1, adamw_mode=False)
+    made = cpu_adam(torch.optim.AdamW([weight], lr=0.1).param_groups, lr=0.1, adamw_mode=True)
+    assert type(made) is torch.optim.AdamW
+
+
 def _rest() -> str:
     deepspeed = _deepspeed()
     from deepspeed.accelerator import get_accelerator

@@ -83,6 +83,7 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
         """Make the torch optimizer. Raises ValueError for what would be another rule."""
+        _refuse_groups_of_others(model_params)
         return FusedAdam.make(
             model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
         )
@@ -127,6 +128,28 @@ def _refuse(kind: str, **given: Any) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(f"{name}={value} is not supported by {kind}")
+
+
+_NOT_ADAMS = {"momentum", "dampening", "centered", "lr_decay", "rho", "etas", "lambd", "momentum_decay"}
+_NOT_ADAMS |= {"beta2_decay", "scale_parameter"}
+"""Keys of param groups: SGD's, RMSprop's, Adagrad's, Adadelta's, Rprop's, ASGD's, NAdam's and Adafactor's."""
+
+
+def _refuse_groups_of_others(groups: Any) -> None:
+    """Raise ValueError for param groups that another optimizer has made.
+
+    With offload_optimizer, accelerate passes the groups of any optimizer to DeepSpeedCPUAdam. Adam with the
+    rate of SGD would train, and wrongly.
+    """
+    if not isinstance(groups, list):
+        return
+    found = sorted({key for group in groups if isinstance(group, dict) for key in _NOT_ADAMS & group.keys()})
+    if found:
+        raise ValueError(
+            f"DeepSpeedCPUAdam got the param groups of another optimizer: they have {', '.join(found)}. With "
+            "offload_optimizer, accelerate replaces every optimizer by Adam. Name yours in the config's "
+            "'optimizer' section, use AdamW (--optim adamw_torch), or train without offload_optimizer"
+        )
 
 
 class OnebitAdam(metaclass=_Maker):
