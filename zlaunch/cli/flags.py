@@ -94,7 +94,7 @@ def answered(flags: Mapping[str, tuple[bool, str]], owner: str) -> dict[str, dic
 
 def _refusing(text: str) -> Callable[..., None]:
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value not in (None, False):
+        if value is not None and value is not False:  # 0 is a value, and equals False
             raise click.UsageError(text)
 
     return callback
@@ -368,7 +368,7 @@ def take_flags(given: dict[str, Any], around: Callable[[], Surroundings] = surro
     out["local_ranks"] = _local_ranks(flags["local_ranks_filter"], out["log_ranks"])
     if out["log_ranks"] is None and teed:
         out["log_ranks"] = "all"
-    if all(value in (None, False) for value in flags.values()):
+    if all(value is None or value is False for value in flags.values()):  # 0 is a value, and equals False
         return out
     for flag, name in SAME.items():
         _take(out, name, flags[flag], f"--{flag} {flags[flag]}")
@@ -537,8 +537,9 @@ def _take_nodes(out: dict[str, Any], here: Surroundings, *, standalone: bool, by
         nodes = 1
         rank = None
         out["launcher"] = out["launcher"] or LOCAL
-    if nodes == 1 and rank == 0 and hostfile is None:
-        rank = None  # this machine alone
+    alone = nodes == 1 or (nodes is None and not here.knows_hosts)
+    if alone and rank == 0 and hostfile is None:
+        rank = None  # this machine alone: one node is the default of torchrun and accelerate
     if rank is None and here.step_nodes is not None and out["launcher"] != LOCAL:
         if nodes not in (None, here.step_nodes):
             raise click.UsageError(f"--nnodes {nodes}: srun has started this on {here.step_nodes} node(s)")

@@ -56,6 +56,7 @@ HAND = {**ALONE, "no_ssh": True}
         ("--nproc_per_node gpu --hostfile h", CPU, {"hostfile": "h"}),
         ("--nproc_per_node cpu", CPU, {"num_gpus": 16}),
         ("--nnodes 1 --node_rank 0 --master_port 29501", HERE, {"num_nodes": 1, "master_port": 29501}),
+        ("--machine_rank 0", HERE, {}),
         ("--nnodes 1:1 --run_path --rdzv_id 7 --monitor_interval 1", HERE, {"num_nodes": 1}),
         (
             "--rdzv_backend c10d --rdzv_endpoint localhost:0 --nproc_per_node 2",
