@@ -214,6 +214,31 @@ def test_the_start_of_a_grace_time_ends_the_run_and_requeues_it(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_job_that_loses_a_node_is_requeued(cluster: Testbed, tmp_path: Path, hard: bool) -> None:
+    """SLURM does not: the node is back before SlurmdTimeout, or the run has ended by itself before that."""
+    (tmp_path / "worker.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    zlaunch = [sys.executable, "-m", "zlaunch", "slurm", "submit", "--requeue", "--time=30", "-c1"]
+    zlaunch += ["--num_nodes=2", "--num_gpus=1", f"--output={tmp_path}/out", f"--python={sys.executable}"]
+    zlaunch += [f"--zlaunch_args=--no_local_rank --heartbeat 5 --run_dir={tmp_path}/run"]
+    env = {**cluster.env(), "PYTHONPATH": str(ROOT)}
+    more = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    job = subprocess.run([*zlaunch, "worker.py"], **more).stdout.strip()  # type: ignore[call-overload]
+
+    def shown() -> str:
+        command = ["scontrol", "show", "job", job]
+        return subprocess.run(command, **more).stdout  # type: ignore[call-overload]
+
+    log = tmp_path / "run" / "logs" / "rank_00001.log"
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the workers are up")
+    other = json.loads((tmp_path / "run" / "launcher.json").read_text())["hosts"][1]
+    cluster.reboot(other, hard=hard)
+    wait_until(lambda: "Restarts=1" in shown() and "JobState=PENDING" in shown(), shown)
+    assert f"requeueing job {job}" in (tmp_path / "out").read_text()
+    subprocess.run(["scancel", job], **more)  # type: ignore[call-overload]
+
+
+@pytest.mark.exhaustive
 def test_preemption_saves_requeues_and_goes_on(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(__import__("textwrap").dedent(GOES_ON))
     (tmp_path / "job.sbatch").write_text(

@@ -135,8 +135,13 @@ class Launcher(Job):
         return replace(end, cause="timed out") if is_late and end.code == 128 + signal.SIGTERM else end
 
     def is_requeued(self, outcome: Outcome) -> bool:
-        """Tell whether the SLURM job is to be put back into the queue."""
-        return self.launch.requeue and (outcome.save_asked or outcome.signum == signal.SIGTERM)
+        """Tell whether the SLURM job is to be put back into the queue: its run was stopped, or lost a node.
+
+        SLURM requeues a job when it has itself noticed that a node is down: after minutes (SlurmdTimeout).
+        The run has ended before, and SLURM may never notice a node that has rebooted meanwhile.
+        """
+        lost_node = bool(outcome.lost and outcome.code and not outcome.signum)
+        return self.launch.requeue and (outcome.save_asked or outcome.signum == signal.SIGTERM or lost_node)
 
     def make_plan(
         self,

@@ -212,3 +212,26 @@ def test_more_gpus_than_slurm_gave_are_refused_also_where_none_is_visible(
             launcher(launch, allocation)
     else:
         assert launcher(launch, allocation).world_sizes == (2,)
+
+
+LOST = frozenset(["n2"])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "requeued"),
+    [
+        (Outcome(1, lost=LOST), True),
+        (Outcome(1, lost=LOST, died=LOST), True),
+        (Outcome(75, save_asked=True, saved=True), True),
+        (Outcome(143, signum=signal.SIGTERM), True),
+        (Outcome(1), False),  # a failure of the script: it would fail again
+        (Outcome(0, lost=LOST), False),
+        (Outcome(130, signum=signal.SIGINT, lost=LOST), False),
+    ],
+)
+def test_a_job_is_requeued_after_a_lost_node_too(
+    launcher: SrunTaskLauncher, outcome: Outcome, requeued: bool
+) -> None:
+    asked = replace(launcher.launch, requeue=True)
+    assert SrunTaskLauncher(asked, TASKS).is_requeued(outcome) is requeued
+    assert not launcher.is_requeued(outcome)
