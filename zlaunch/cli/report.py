@@ -11,7 +11,7 @@ from zlaunch.cli.commands import SETTINGS, Command
 from zlaunch.errors import LaunchError
 from zlaunch.supervisor.found_runs import FoundRun, find_run, meant
 from zlaunch.ui.run_pages import RunReader
-from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.bottleneck import bottleneck_of
 from zlaunch.view.page import RunPage, write_page
 
 
@@ -34,8 +34,7 @@ def report(runs: tuple[str, ...], output: str | None) -> int:
     target = Path(output) if output is not None else folder / "report.html"
     _write(target, write_page(pages))
     for run, page in zip(found, pages, strict=True):
-        hosts = {rank: known.host for rank, known in page.progress.ranks.items()}
-        bottleneck = find_bottleneck(page.progress.times(), hosts, page.progress.facts())
+        bottleneck = bottleneck_of(page.progress)
         if page.failure:
             click.echo(f"{run.name}: {page.failure}" if len(found) > 1 else page.failure)
         if bottleneck is not None:

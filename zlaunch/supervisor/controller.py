@@ -278,8 +278,7 @@ class Controller:
             self.console.message(f"{signal_name(signum)}: {NOTHING_SAVES}")
 
     def _tell_of_steps(self) -> None:
-        part = self.plan.part
-        if bound := what_bounds(self.progress, self.shown_hosts, part.node_count if part else None):
+        if bound := what_bounds(self.progress, self.shown_hosts):
             self.console.message(bound)
         profiled = any(
             worker.rank == 0 and "ZLAUNCH_PROFILE" in worker.env
@@ -296,7 +295,9 @@ class Controller:
 
     def _hand_out(self) -> None:
         hosts = [node.host for node in self.plan.nodes]
-        start: Event = {"type": "start", "attempt": self.attempt, "hosts": hosts, "time": time.time()}
+        nodes = self.plan.part.node_count if self.plan.part else len(hosts)
+        now = time.time()
+        start: Event = {"type": "start", "attempt": self.attempt, "hosts": hosts, "nodes": nodes, "time": now}
         self.files.event(start)
         self.progress.take(start)
         self.console.place({w.rank: w.local_rank for node in self.plan.nodes for w in node.workers})

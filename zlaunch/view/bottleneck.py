@@ -160,7 +160,13 @@ _ENOUGH_STEPS = 10
 """Steps after which it can be said what bounds them: the first ones do much for the first time."""
 
 
-def what_bounds(progress: RunProgress, hosts: Mapping[int, str], node_count: int | None = None) -> str:
+def bottleneck_of(progress: RunProgress, hosts: Mapping[int, str] | None = None) -> Bottleneck | None:
+    """Return what bounds the steps of an attempt. ``hosts``: the names of the ranks' nodes for the user."""
+    names = {rank: known.host for rank, known in progress.ranks.items()} if hosts is None else hosts
+    return find_bottleneck(progress.times(), names, progress.facts(), node_count=progress.node_count)
+
+
+def what_bounds(progress: RunProgress, hosts: Mapping[int, str]) -> str:
     """Say what bounded the steps of an attempt; "" where there were too few."""
-    found = find_bottleneck(progress.times(), hosts, progress.facts(), node_count=node_count)
+    found = bottleneck_of(progress, hosts)
     return found.sentence if found is not None and (progress.step or 0) >= _ENOUGH_STEPS else ""

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.bottleneck import bottleneck_of
 from zlaunch.view.console import metrics_line
 from zlaunch.view.page import LEAST
 from zlaunch.view.progress import TIMES, RunProgress, span
@@ -42,8 +42,7 @@ def draw(progress: RunProgress, title: str, state: str, now: float, height: int 
         points = [y for _, y in progress.series[name].shown()]
         parts.append(Text(f"{name} {sparkline(points, _SPARK_WIDTH)} {points[-1]:.4g}"))
     times = progress.times()
-    hosts = {rank: known.host for rank, known in progress.ranks.items()}
-    bottleneck = find_bottleneck(times, hosts, progress.facts())
+    bottleneck = bottleneck_of(progress)
     if times:
         means = {name: sum(each[name] for each in times.values()) / len(times) for name in TIMES}
         parts.append(_split(means))

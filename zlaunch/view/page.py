@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from zlaunch.view.bottleneck import find_bottleneck
+from zlaunch.view.bottleneck import bottleneck_of
 from zlaunch.view.differences import find_differences, flat_config, named_arguments
 from zlaunch.view.progress import TIMES, RunProgress, span
 
@@ -260,8 +260,7 @@ def page_body(runs: Sequence[RunPage]) -> str:
 
 
 def _verdict(run: RunPage, *, named: bool) -> str:
-    hosts = {rank: known.host for rank, known in run.progress.ranks.items()}
-    found = find_bottleneck(run.progress.times(), hosts, run.progress.facts())
+    found = bottleneck_of(run.progress)
     sentence = found.sentence if found is not None else "no step has been reported with its times"
     before = f"{run.name}: " if named else ""
     bad = " bad" if run.progress.failures else ""

@@ -93,6 +93,8 @@ class RunProgress:
         """GB over minutes, by rank."""
         self.started = self.last = 0.0
         self.attempt = 0
+        self.node_count: int | None = None
+        """The run's nodes, also those of other launchers (one task a node); None where no event tells it."""
         self.restarts: list[float] = []
         self.failures: list[str] = []
         self.checkpoints: list[tuple[float, str]] = []
@@ -151,6 +153,8 @@ class RunProgress:
         self.started = self.started or when
         attempt = event.get("attempt")
         self.attempt = attempt if isinstance(attempt, int) else 0
+        nodes = event.get("nodes")
+        self.node_count = nodes if isinstance(nodes, int) and nodes > 0 else None
         if self.attempt:
             self.restarts.append(when)
             self.failures = []  # of the attempt before
