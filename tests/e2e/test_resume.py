@@ -204,6 +204,10 @@ def test_ls_show_and_verify(saved: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert "zlaunch checkpoint import" in command(capfd, "verify", deepspeed, code=2)
     assert "11 parameters, with exp_avg, exp_avg_sq" in command(capfd, "import", deepspeed, tmp_path / "ours")
     assert "imported: whole" in command(capfd, "verify", tmp_path / "ours")
+    said = command(capfd, "import", deepspeed, tmp_path / "ours", code=2)
+    assert "imported is a checkpoint already: choose another --as" in said
+    said = command(capfd, "import", deepspeed, tmp_path / "ours", "--as", "second")
+    assert "latest named imported, and names second now" in said
 
 
 @pytest.mark.exhaustive

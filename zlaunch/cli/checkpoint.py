@@ -326,10 +326,16 @@ def import_(source: str, out: str, tag: str | None, name: str) -> None:
     code in it is run.
     """
     from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+    from zlaunch.runtime.checkpoint.format.manifest import is_checkpoint, latest_tag
 
+    if is_checkpoint(Path(out, name)):
+        raise click.UsageError(f"{Path(out, name)} is a checkpoint already: choose another --as or remove it")
+    before = latest_tag(Path(out))
     with _as_usage_error():
         found = read_foreign(source, tag)
         path = write_foreign(found, out, name)
+    if before not in ("", name):
+        click.echo(f"{Path(out, 'latest')} named {before}, and names {name} now", err=True)
     states = {kind for entry in found.parameters.values() for kind in entry.contents} - {"value"}
     with_states = f", with {', '.join(sorted(states))}" if states else ", no optimizer state"
     click.echo(f"{path}: {len(found.parameters)} parameters{with_states}")

@@ -43,6 +43,7 @@ from .manifest import (
     candidates,
     checksum,
     is_checkpoint,
+    latest_tag,
     put_aside,
 )
 from .tensor_file import NAMES, CheckpointError
@@ -266,10 +267,7 @@ def prune(target: SaveTarget) -> None:
     files in the folder of a removed checkpoint stay.
     """
     assert target.keep_last is not None
-    try:
-        latest = (target.folder / LATEST).read_text(encoding="utf-8").strip()
-    except OSError:
-        latest = ""
+    latest = latest_tag(target.folder)
     # A tag without a number, such as "best", is not one of a series.
     if not re.search(r"\d", target.tag):
         return

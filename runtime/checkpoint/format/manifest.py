@@ -329,6 +329,14 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
+def latest_tag(folder: Path) -> str:
+    """Return what ``latest`` says; "" where there is no such file, or none that can be read."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def find(folder: str | os.PathLike[str], tag: str | None = None) -> Path | None:
     """Find the checkpoint that ``tag`` means: a name; None for what ``latest`` says; "auto" for the newest
     whole one. Returns None if there is none. Raises CheckpointError for one that ought to be there.
