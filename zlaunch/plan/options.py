@@ -258,6 +258,8 @@ def requested_env(
             raise EnvError(f"--env {item!r}: {key!r} is not a variable's name")
         if key in OWN:
             raise EnvError(f"--env {key}: zlaunch sets this variable for every worker")
+        if key in _NEVER:
+            raise EnvError(f"--env {key}: zlaunch sets it on each node: choose GPUs with --include HOST:0,1")
         if not equals and key not in environ:
             raise EnvError(f"--env {key}: not set in this environment; write --env {key}=VALUE")
         chosen[key] = value if equals else environ[key]

@@ -47,6 +47,7 @@ def test_the_current_folder_s_file_comes_after_the_home_folder_s(
         ("NOT_SET", "not set in this environment; write --env NOT_SET=VALUE"),
         ("2X=1", "'2X' is not a variable's name"),
         ("RANK=3", "zlaunch sets this variable"),
+        ("CUDA_VISIBLE_DEVICES=1", "choose GPUs with --include"),
     ],
 )
 def test_options_that_cannot_be(item: str, words: str) -> None:
