@@ -10,8 +10,11 @@ rank without this module, and takes 1.5 with it.
 import fcntl
 import gc
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+sys.dont_write_bytecode = False  # ranks import test modules, which pytest compiles for itself alone
 
 with suppress(ImportError):  # without numba the twins work
     from zlaunch.cuda_ops import host_kernels, narrow_host_kernels, quantize_host_kernels, signs_host_kernels

@@ -29,6 +29,8 @@ _context.set_forkserver_preload(
         "torch._dynamo",
         "pytest",
         "zlaunch.runtime.api",
+        "zlaunch.optim",
+        "tests.runtime.models",
         "zlaunch.cuda_ops.host_kernels",
         "zlaunch.cuda_ops.narrow_host_kernels",
         "zlaunch.cuda_ops.quantize_host_kernels",
