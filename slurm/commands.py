@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +24,9 @@ FINISHED = frozenset(
     | {"PREEMPTED", "REVOKED", "TIMEOUT", UNKNOWN}
 )
 """The states in which a job has left the queue."""
+
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+"""The states in which nothing of a job runs, although a requeued one has run before."""
 
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 _SUBMIT_TIMEOUT_S = 300.0
@@ -369,8 +373,10 @@ def own_jobs() -> list[dict[str, str]]:
 class Listing(NamedTuple):
     """Holds what SLURM's queue had at one time."""
 
-    jobs: frozenset[str] | None
-    """This user's jobs that have not ended; None where squeue did not answer."""
+    jobs: dict[str, float] | None
+    """This user's started jobs that have not ended, with the time of their start in seconds since the epoch;
+    None where squeue did not answer. A requeued job is pending until its next start.
+    """
     asked: float
     """When it was asked for, in seconds since the epoch."""
 
@@ -379,7 +385,7 @@ _listing: Listing | None = None
 
 
 def list_living() -> Listing:
-    """Return this user's jobs that have not ended. squeue runs at most twice a minute."""
+    """Return this user's started jobs that have not ended. squeue runs at most twice a minute."""
     global _listing
     now = time.time()
     if _listing is None or not 0.0 <= now - _listing.asked < _LISTING_S:
@@ -387,19 +393,49 @@ def list_living() -> Listing:
     return _listing
 
 
-def _ask_living() -> frozenset[str] | None:
+def _ask_living() -> dict[str, float] | None:
+    rows = _own_jobs("%A|%T|%S", ["-t", "all"])
+    if rows is None:
+        return None
+    return {job: _moment(start) for job, state, start in rows if state not in (*FINISHED, *_WAITING)}
+
+
+def newest_job_of(folder: Path, after: float) -> str:
+    """Return this user's newest batch job that starts in a folder and was submitted after a time, in seconds
+    since the epoch, and has not ended; "" if there is none. Job arrays do not count.
+    """
+    rows = _own_jobs("%A|%K|%V|%Z", []) or []
+    found = [
+        (_moment(submitted), job)
+        for job, index, submitted, where in rows
+        if index == "N/A" and os.path.realpath(where) == os.path.realpath(folder)
+    ]
+    submitted, job = max(found, default=(0.0, ""))
+    return job if submitted > after and is_batch(job) else ""
+
+
+def _own_jobs(columns: str, more: Sequence[str]) -> list[list[str]] | None:
+    """Ask squeue for this user's jobs; None where it is not here or does not answer."""
     if shutil.which("squeue") is None:
         return None
-    everything = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    formats = ("SQUEUE_", "SLURM_TIME_FORMAT")
+    everything = {name: value for name, value in os.environ.items() if not name.startswith(formats)}
     try:
-        command = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%A|%T"]
-        result = _run(command, _LISTING_TIMEOUT_S, everything)
+        result = _run(["squeue", "-h", "-a", "--me", *more, "-o", columns], _LISTING_TIMEOUT_S, everything)
     except SlurmError:
         return None
     if result.returncode:
         return None
     rows = [line.strip().split("|") for line in result.stdout.splitlines()]
-    return frozenset(row[0] for row in rows if len(row) == 2 and row[1] not in FINISHED)
+    return [row for row in rows if len(row) == columns.count("|") + 1]
+
+
+def _moment(text: str) -> float:
+    """Read a time of squeue, in this machine's time zone; 0 for one that is not known."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # N/A
+        return 0.0
 
 
 def own_tasks(comment: str) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from zlaunch.supervisor.found_runs import (
     alive,
     check_run_folder,
     find_run,
+    find_runs,
     look_into,
     meant,
     newest_of_job,
@@ -568,9 +569,13 @@ def attach(run: str, lines: int) -> int:
 def wait(run: str, timeout: float | None) -> int:
     """Wait until RUN ends and exit with its exit code.  [default: last]
 
-    RUN may be the id of a SLURM job, also of one that is pending: wait until the job leaves the queue.
+    RUN may be the id of a SLURM job, also of one that is pending: wait until the job leaves the queue. `last`
+    is a job that was submitted from this folder after the newest run.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
+    if run == "last" and (job := _newer_job()):
+        print(f"zlaunch wait: SLURM job {job} is newer than the newest run: waiting for it", file=sys.stderr)
+        run = job
     if _is_living_batch_job(run):
         return _wait_for_job(run, deadline, timeout)
     found = _here(meant(run), "wait")
@@ -590,6 +595,14 @@ def wait(run: str, timeout: float | None) -> int:
         if failure := read_failure(ended):
             print(f"zlaunch: {ended.name}: {failure}", file=sys.stderr)
     return _exit_code(ended)
+
+
+def _newer_job() -> str:
+    """Return the job that was submitted in this folder since the newest run in runs/ began; "" for none."""
+    from zlaunch.slurm.commands import newest_job_of
+
+    runs = find_runs(Path(DEFAULT_FOLDER))
+    return newest_job_of(Path.cwd(), after=runs[-1].record.came if runs else 0.0)
 
 
 def _is_living_batch_job(text: str) -> bool:

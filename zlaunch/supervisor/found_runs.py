@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "runs"
 _CLOCK_SKEW_S = 5.0
-"""A list of SLURM's jobs may lack a run that began at most this many seconds before it."""
+"""A list of SLURM's jobs may lack a run that began at most this many seconds before it, and a run may seem to
+begin this many seconds before its job: SLURM's controller has another clock.
+"""
 _RANK_EVENTS = tuple(f'"type":"{kind}"'.encode() for kind in ("start", "spawn", "exit", "lost"))
 
 
@@ -68,14 +70,17 @@ class FoundRun:
         return not self.is_elsewhere or self._lives_in_slurm() is not None
 
     def _lives_in_slurm(self) -> bool | None:
-        """Tell whether its SLURM job has not ended; None outside of one, or if SLURM does not tell here."""
+        """Tell whether its SLURM job has not ended, nor been started again since; None outside of one, or if
+        SLURM does not tell here.
+        """
         if not self.record.slurm_job:
             return None
         living, asked = list_living()
         if living is None:
             return None
-        if self.record.slurm_job in living:
-            return True
+        job_start = living.get(self.record.slurm_job)
+        if job_start is not None:
+            return self.record.started >= job_start - _CLOCK_SKEW_S
         return None if asked - self.record.started < _CLOCK_SKEW_S else False
 
     def _has_launcher(self) -> bool:
@@ -215,10 +220,15 @@ def find_run(text: str) -> FoundRun:
 
 def newest_of_job(job: str) -> FoundRun:
     """Return the newest run of a SLURM job: a requeued job has several. Raises LaunchError."""
-    of_job = [
-        run for run in find_runs(Path(DEFAULT_FOLDER)) if job in (run.record.slurm_job, run.record.slurm_task)
-    ]
+    of_job = _of_job(find_runs(Path(DEFAULT_FOLDER)), job)
     return of_job[-1] if of_job else find_run(job)
+
+
+def _of_job(known: Sequence[FoundRun], job: str) -> list[FoundRun]:
+    """Return the runs of a SLURM job, of its last start if it was requeued."""
+    found = [run for run in known if job and job in (run.record.slurm_job, run.record.slurm_task)]
+    last = max((run.record.slurm_restarts for run in found), default=0)
+    return [run for run in found if run.record.slurm_restarts == last]
 
 
 def check_run_folder(folder: Path) -> None:
@@ -236,7 +246,7 @@ def meant(text: str) -> str:
 
     `last` is the newest run, and a name of `--name` the newest run that has it. A unique prefix of a folder's
     name, or of the part after its last dash, is enough. The id of a SLURM job (12, 11_1) means the one run in
-    runs/ of that job. Files and folders without a record hide no run.
+    runs/ of that job, of its last start if it was requeued. Files and folders without a record hide no run.
 
     Raises LaunchError where there is no run, or more than one.
     """
@@ -254,7 +264,7 @@ def meant(text: str) -> str:
             return str(named[-1].path)
         if any(find_runs(path) for path in places):
             return text  # a folder of runs
-        of_job = [run for run in known if text and text in (run.record.slurm_job, run.record.slurm_task)]
+        of_job = _of_job(known, text)
         if len(of_job) == 1:
             return str(of_job[0].path)
         if not of_job and job_state(text):

@@ -73,6 +73,8 @@ class RunRecord:
     """The SLURM job that the launcher runs in; "" outside of one."""
     slurm_task: str = ""
     """The job as squeue shows it, if it is a task of a job array: 11_1; "" otherwise."""
+    slurm_restarts: int = 0
+    """How often SLURM had requeued the job before."""
 
     @property
     def label(self) -> str:
@@ -194,6 +196,7 @@ def begun(
         pid_namespace=pid_namespace(),
         slurm_job=os.environ.get("SLURM_JOB_ID", ""),
         slurm_task=_array_task(os.environ),
+        slurm_restarts=_restarts(os.environ),
         **labels._asdict(),
     )
     _write(_path(run_dir), asdict(record))
@@ -203,6 +206,11 @@ def _array_task(environ: Mapping[str, str]) -> str:
     array = environ.get("SLURM_ARRAY_JOB_ID", "")
     task = environ.get("SLURM_ARRAY_TASK_ID", "")
     return f"{array}_{task}" if environ.get("SLURM_JOB_ID") and array and task else ""
+
+
+def _restarts(environ: Mapping[str, str]) -> int:
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if environ.get("SLURM_JOB_ID") and count.isdecimal() else 0
 
 
 def ended(run_dir: str, end: End) -> None:

@@ -14,8 +14,9 @@ from tests.tools import plain_tools
 from tests.unit.ui.folders import write_run
 from zlaunch.cli.main import main
 from zlaunch.errors import LaunchError
+from zlaunch.slurm.commands import newest_job_of
 from zlaunch.supervisor import run_folder
-from zlaunch.supervisor.found_runs import FoundRun, find_runs, look_into
+from zlaunch.supervisor.found_runs import FoundRun, find_runs, look_into, meant
 from zlaunch.supervisor.run_files import EventFile
 from zlaunch.supervisor.run_folder import make_run_dir
 from zlaunch.system.events import encode
@@ -128,7 +129,7 @@ def answer(squeue: Path, *lines: str, code: int = 0) -> None:
 
 
 def test_a_run_whose_slurm_job_has_ended_is_gone(squeue: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    answer(squeue, "27|CANCELLED", "28|RUNNING", "30|PENDING")
+    answer(squeue, "27|CANCELLED|N/A", "28|RUNNING|2026-01-01T00:00:00", "30|PENDING|N/A")
     assert [run.state for run in find_runs(Path("runs"))] == ["gone", "on node2"]
     assert main(["ps", "far"]) == 0
     said = capfd.readouterr().out
@@ -157,3 +158,39 @@ def test_a_list_of_jobs_says_nothing_of_a_run_that_has_just_begun(squeue: Path) 
     answer(squeue)
     write_run(Path("runs"), "new", ended=None, host="node2", slurm_job="31", started=time.time() + 1)
     assert [run.state for run in find_runs(Path("runs"))] == ["gone", "gone", "on node2"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["27|PENDING|2026-12-24T00:00:00", "27|RUNNING|2100-01-01T00:00:00"],
+    ids=["in the queue again", "started again"],
+)
+def test_the_run_of_a_requeued_job_is_gone(squeue: Path, job: str) -> None:
+    answer(squeue, job)
+    assert {run.name: run.state for run in find_runs(Path("runs"))}["far"] == "gone"
+
+
+def test_the_id_of_a_requeued_job_means_the_run_of_its_last_start(squeue: Path) -> None:
+    write_run(Path("runs"), "again", slurm_job="27", slurm_restarts=1, started=time.time())
+    assert meant("27") == "runs/again"
+    write_run(Path("runs"), "other", slurm_job="27", slurm_restarts=1, started=time.time() + 1)
+    with pytest.raises(LaunchError, match="SLURM job 27 has 2 runs, such as again, other"):
+        meant("27")
+
+
+def test_wait_waits_for_a_job_that_has_no_run_yet(squeue: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The job of another folder, and tasks of an array, are not meant."""
+    here = Path.cwd()
+    answer(
+        squeue,
+        f"35|N/A|2100-01-01T00:00:00|{here}",
+        "36|N/A|2100-01-02T00:00:00|/elsewhere",
+        f"37|1|2100-01-03T00:00:00|{here}",
+    )
+    scontrol = squeue.with_name("scontrol")
+    scontrol.write_text("#!/bin/sh\necho 'JobId=35 JobState=PENDING BatchFlag=1'\n")
+    scontrol.chmod(0o755)
+    assert newest_job_of(here, after=time.time()) == "35"
+    assert newest_job_of(here, after=8e9) == ""
+    assert main(["wait", "--timeout=0"]) == 124
+    assert "SLURM job 35 is newer than the newest run: waiting for it" in capfd.readouterr().err
