@@ -204,7 +204,7 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
         ("slurm-7.0", "is a folder of runs: name one of them, such as runs/slurm-7.0/task_00000"),
         (str(step), "has already ended"),
         (str(step / "logs"), "no launcher.json"),
-        ("zzz", "`zlaunch ps --all` shows what there is"),
+        ("zzz", "`zlaunch ps --all` lists the runs in runs/; name a run of --run_dir by its folder"),
     ):
         refused = zlaunch(tmp_path, "stop", name)
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr

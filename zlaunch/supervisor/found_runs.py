@@ -214,7 +214,8 @@ def find_run(text: str) -> FoundRun:
         has_none = "it has left no run here" if state in FINISHED else "its run has not begun"
         raise LaunchError(f"SLURM job {text} {describe(text, state)}: {has_none}")
     near = difflib.get_close_matches(text, names, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else "; `zlaunch ps --all` shows what there is"
+    others = "; `zlaunch ps --all` lists the runs in runs/; name a run of --run_dir by its folder"
+    hint = f", did you mean {near[0]!r}?" if near else others
     raise LaunchError(f"no run {text!r}{hint}")
 
 
