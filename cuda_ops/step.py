@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,14 +173,20 @@ _VARIANTS = ("amsgrad", "maximize", "capturable", "differentiable")
 """Names the variants of torch's optimizers that no kernel has."""
 
 
-class StepPiece(Protocol):
-    """Describes one flat piece and its gradient; see ``SliceUpdate`` of the runtime."""
+@dataclass(slots=True)
+class SliceUpdate:
+    """Describes one flat piece of a param group and its gradient, of equal length and on one device."""
 
     group: int
+    """Index of the optimizer's param group."""
     leaf: Tensor
+    """Master values, changed in place; the key of the optimizer's state."""
     grad: Tensor
-    out: Tensor | None
-    place: tuple[int, int]
+    """Holds the summed gradient, still scaled. It may be overwritten."""
+    out: Tensor | None = None
+    """Receives the updated values, cast to its dtype."""
+    place: tuple[int, int] = (0, 0)
+    """Tells its elements apart where they are rounded at random: a number of the unit, the first in it."""
 
 
 class StepRule(ABC):
@@ -206,7 +213,7 @@ class StepRule(ABC):
 
     def step(
         self,
-        pieces: Sequence[StepPiece],
+        pieces: Sequence[SliceUpdate],
         groups: Sequence[Mapping[str, Any]],
         state: MutableMapping[Tensor, dict[str, Any]],
         made: MutableMapping[int, Any],

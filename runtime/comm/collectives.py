@@ -11,7 +11,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
@@ -25,7 +25,10 @@ from .link import GATHER, REDUCE, Note, RankLink
 from .pending import Exchange, Key, Pending, Work, await_work, exchange_objects, waits
 from .process_group import new_group, open_comms
 from .shard_spec import spec_of
-from .shared_memory import Connect, Identity, PeerMemory
+from .shared_memory import Identity, SharedMemory
+
+if TYPE_CHECKING:
+    from ..parallel.checks import SameBatch
 
 # -- order ------------------------------------------------------------------------------------------
 #
@@ -107,25 +110,11 @@ _TIMEOUT_S = 1800.0
 _DEBUGGED_TIMEOUT_S = 20 * 86400.0
 
 
-class SharedBatch(Protocol):
-    """Compares what some ranks were given: ``parallel.checks.SameBatch``."""
-
-    ranks: tuple[int, ...]
-    complaint: str
-    mark_count: int
-
-    def marks(self) -> Tensor: ...
-
-    def seen(self) -> int: ...
-
-    def forget(self) -> None: ...
-
-
-MakeLink = Callable[["Comm", "Callable[..., PeerMemory | None] | None"], RankLink]
-"""Makes the link of a communicator; gets what joins ranks by shared memory: a Connect that needs only the
-rank, the number of ranks and an exchange between them. Collective.
+MakeLink = Callable[["Comm", "Callable[..., SharedMemory | None] | None"], RankLink]
+"""Makes the link of a communicator; gets what joins ranks by shared memory: ``shared_memory.connect`` that
+needs only the rank, the number of ranks and an exchange between them. Collective.
 """
-_dropped: dict[int, tuple[PeerMemory | None, list[Any]]] = {}
+_dropped: dict[int, tuple[SharedMemory | None, list[Any]]] = {}
 """Keeps, by their numbers, what communicators that were never closed have left."""
 _numbers = itertools.count()
 
@@ -143,7 +132,7 @@ def _say(subjects: Sequence[str], channel: int, identity: Identity) -> str:
     return f"{_VERBS[channel & 127]} {name} ({size >> 4} elements of {size & 15} bytes)"
 
 
-def _drop(number: int, shared: PeerMemory | None, groups: list[Any]) -> None:
+def _drop(number: int, shared: SharedMemory | None, groups: list[Any]) -> None:
     _dropped[number] = shared, groups
 
 
@@ -175,7 +164,7 @@ class Comm:
         self,
         device: torch.device,
         *,
-        connect: Connect | None = None,
+        connect: Callable[..., SharedMemory | None] | None = None,
         share: bool = True,
         mesh: MakeLink | None = None,
     ) -> None:
@@ -202,7 +191,7 @@ class Comm:
         """Returns the number of the running pass, counted over all engines; 0 outside a pass. Set by
         ``ShardedModel`` in zero/hooks.py.
         """
-        self.batches: list[SharedBatch] = []
+        self.batches: list[SameBatch] = []
         """Lists what the ranks of an axis have to have been given alike before a step."""
         self.activations: Any = None
         """Settings of activation checkpointing, set by ``runtime/activation/checkpointing.py``."""

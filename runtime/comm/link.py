@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .pending import DONE, Key, Noted, Pending, Work, sum_pieces
-from .shared_memory import PeerMemory
+from .shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; the old names warn there, the new ones do not exist before.
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,7 +53,7 @@ class RankLink:
         """Counts the equal pieces in which a unit travels, a multiple of ``shards``."""
         self.gather_group = gather_group
         self.reduce_group = reduce_group
-        self.shared: PeerMemory | None = None
+        self.shared: SharedMemory | None = None
         self._native_reduce_scatter = device.type != "cpu"
 
     def part_of(self, tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ..mesh import MeshShape
 from .collectives import Comm
 from .link import Note, RankLink
 from .pending import DONE, Pending, exchange_objects
-from .shared_memory import PeerMemory
+from .shared_memory import SharedMemory
 from .two_hops import UNPACKED, PackedLink, Quantization, TwoHops
 
 # -- topology ---------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def make_link(
     wanted: ShardGroup | None,
     mesh: MeshShape,
     comm: Comm,
-    join: Callable[..., PeerMemory | None] | None,
+    join: Callable[..., SharedMemory | None] | None,
 ) -> RankLink:
     """Make the link of a communicator. Collective. Raises ConfigError on every rank.
 
@@ -255,7 +255,7 @@ def _why_not(nodes: Sequence[NodeRanks]) -> str:
     return "each node has one rank" if len(nodes[0].ranks) == 1 else ""
 
 
-def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | None] | None) -> RankLink:
+def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., SharedMemory | None] | None) -> RankLink:
     """Make a link of all ranks. Collective."""
     link = _all_ranks(comm, join, wanted.inside)
     _tell_unpacked(comm, wanted, link, is_alone=True)
@@ -263,7 +263,7 @@ def _one_hop(wanted: ShardGroup, comm: Comm, join: Callable[..., PeerMemory | No
 
 
 def _all_ranks(
-    comm: Comm, join: Callable[..., PeerMemory | None] | None, packed: Quantization = UNPACKED
+    comm: Comm, join: Callable[..., SharedMemory | None] | None, packed: Quantization = UNPACKED
 ) -> RankLink:
     link = PackedLink(comm.link, packed) if packed.any else comm.link
     if join is not None:
@@ -284,7 +284,7 @@ def _tell_unpacked(comm: Comm, wanted: ShardGroup, link: RankLink, *, is_alone: 
             say(f"zero_optimization.{name}: {effect}: {why}")
 
 
-def _share(comm: Comm, link: RankLink, join: Callable[..., PeerMemory | None]) -> None:
+def _share(comm: Comm, link: RankLink, join: Callable[..., SharedMemory | None]) -> None:
     """Join the ranks of each group by shared memory, if those of all groups can be. Collective."""
     exchange = partial(
         exchange_objects,

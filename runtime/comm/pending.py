@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -17,6 +17,10 @@ from torch import Tensor
 
 from ..errors import RankMismatchError
 
+if TYPE_CHECKING:
+    from .deadlock import DeadlockWatch
+    from .two_hops import TwoHops
+
 # -- waits ------------------------------------------------------------------------------------------
 #
 # Notes what the main thread waits for, so that the watch can find out that the wait is in vain.
@@ -24,20 +28,6 @@ from ..errors import RankMismatchError
 
 Key = tuple[int, str, int]
 """Identifies a collective: number of the communicator, channel, and its number there."""
-
-
-class Watch(Protocol):
-    """Looks at the notes of this process periodically, in a thread."""
-
-    def stop(self) -> None:
-        """End the thread."""
-
-
-class Helper(Protocol):
-    """Has work to do for other ranks."""
-
-    def advance(self) -> None:
-        """Do what can be done without waiting."""
 
 
 class Waits:
@@ -52,15 +42,15 @@ class Waits:
         """Says why this rank waits in vain, once that is known."""
         self.main: int | None = None
         """Identifies the thread whose waits are noted, once there is a watch."""
-        self.make_watch: Callable[[Waits, int, int], Watch] | None = None
+        self.make_watch: Callable[[Waits, int, int], DeadlockWatch] | None = None
         """Makes and starts a watch for a rank and a world size. Without it notes are only taken."""
         self.seconds = 0.0
         """Adds up what the main thread has waited, where there is a watch."""
         self.on_stream: Callable[[Callable[[], object]], object] = lambda wait: wait()
         """Lets a stream wait for a collective; a clock may put marks around it."""
-        self.helpers: WeakSet[Helper] = WeakSet()
+        self.helpers: WeakSet[TwoHops] = WeakSet()
         """Holds what has to go on while this rank waits."""
-        self._watch: Watch | None = None
+        self._watch: DeadlockWatch | None = None
         self._count = 0
 
     def next_key(self, comm: int, channel: str) -> Key:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.collectives import Comm, MakeLink
 from ..comm.link import RankLink
 from ..comm.pending import Pending
-from ..comm.shared_memory import Connect
+from ..comm.shared_memory import SharedMemory
 from ..config.schema import CommsLoggerSection
 from ..log import show, warn
 
@@ -318,7 +318,7 @@ class LoggedComm(Comm):
         section: CommsLoggerSection,
         device: torch.device,
         *,
-        connect: Connect | None = None,
+        connect: Callable[..., SharedMemory | None] | None = None,
         share: bool = True,
         mesh: MakeLink | None = None,
     ) -> None:

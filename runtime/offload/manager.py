@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...cuda_ops.step import SliceUpdate
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
 from ..optim.registry import collective_step_of, steps_elements
-from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
+from ..optim.update_rule import State, UpdateRule, is_elementwise
 from ..zero.layout import TILE_NUMEL, tile_ranges
 from ..zero.store import (
     DeviceStore,

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cuda_ops.step import SliceUpdate
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..device import named
 from ..optim.slices import ShardSlice
 from ..optim.step import StepMethod
-from ..optim.update_rule import SliceUpdate, State, UpdateRule, is_elementwise
+from ..optim.update_rule import State, UpdateRule, is_elementwise
 from ..zero.layout import Range
 from ..zero.store import Access, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit

@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Condition
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
 from ..zero.layout import Range
-from ..zero.store import Access, OpenTile, ShardReader, ShardStore, TileView, ValueStore, squares_of
+from ..zero.store import Access, OpenTile, ShardStore, TileView, ValueStore, squares_of
 from .disk import DiskEngine, DiskTransfer, ScratchFile, aligned
 from .transfer import HostLink
+
+if TYPE_CHECKING:
+    from ..zero.unit import Unit
 
 # -- buffers ----------------------------------------------------------------------------------------
 #
@@ -148,7 +152,7 @@ class HostValues(ValueStore):
         self._sent: Pending = DONE
         """Represents new values on their way from the device."""
 
-    def start_gather(self, unit: ShardReader) -> Pending:
+    def start_gather(self, unit: Unit) -> Pending:
         """Copy the shard to the device, then gather."""
         if self.is_gathered_directly or self.tensor is None:
             return super().start_gather(unit)
@@ -596,7 +600,7 @@ class DiskValues(ValueStore):
         self.write(0, values)
         self.flush()
 
-    def start_gather(self, unit: ShardReader) -> Pending:
+    def start_gather(self, unit: Unit) -> Pending:
         """Read ahead; the collective starts at the first wait, in the blocks' order."""
         reading = self._start_read()
 

@@ -22,6 +22,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from ...cuda_ops.step import SliceUpdate
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..device import named
@@ -31,7 +32,7 @@ from ..zero.reduce import Bucket, GradientReducer
 from ..zero.unit import Unit
 from .slices import ShardSlice
 from .step import ShardedOptimizer, StepMethod
-from .update_rule import SliceUpdate, UpdateRule
+from .update_rule import UpdateRule
 
 # -- step -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...cuda_ops.step import SliceUpdate
 from ..environment import read_environment
 from ..errors import OptimizerError
 from ..log import say
@@ -27,7 +28,7 @@ from .collective import (
 )
 from .lamb import check_rates
 from .slices import ShardSlice
-from .update_rule import SliceUpdate, State, UpdateRule
+from .update_rule import State, UpdateRule
 
 # -- newton schulz ----------------------------------------------------------------------------------
 #

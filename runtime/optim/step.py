@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...cuda_ops.arguments import Scalar
 from ...cuda_ops.norm import prepare_step
+from ...cuda_ops.step import SliceUpdate
 from .. import preemption
 from ..comm.collectives import Comm
 from ..comm.shard_spec import full_shape
@@ -28,7 +29,7 @@ from ..zero.reduce import GradientConsumer, GradientReducer
 from ..zero.store import Access, open_tiles, squares_of
 from ..zero.unit import Unit
 from .slices import Label, ShardSlice, make_slices, separate_unused, split_slices
-from .update_rule import SliceUpdate, State, UpdateRule
+from .update_rule import State, UpdateRule
 
 # -- inner optimizer --------------------------------------------------------------------------------
 #

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...cuda_ops.arguments import HALVES, Scalar
-from ...cuda_ops.step import needs_kernel, rule_of
+from ...cuda_ops.step import SliceUpdate, needs_kernel, rule_of
 from ..log import warn
 
 State = MutableMapping[Tensor, dict[str, Any]]
-
-
-@dataclass(slots=True)
-class SliceUpdate:
-    """Describes one flat piece and its gradient, all of equal length and on one device."""
-
-    group: int
-    """Index of the optimizer's param group."""
-    leaf: Tensor
-    """Master values, changed in place; the key of the optimizer's state."""
-    grad: Tensor
-    """Holds the summed gradient, still scaled. It may be overwritten."""
-    out: Tensor | None = None
-    """Receives the updated values, cast to its dtype."""
-    place: tuple[int, int] = (0, 0)
-    """Tells its elements apart where they are rounded at random: a number of the unit, the first in it."""
 
 
 class UpdateRule:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from ...cuda_ops.norm import sums_of_squares
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
 from .layout import Range
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 T = TypeVar("T")
 
@@ -62,16 +65,6 @@ class TileView:
     """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer has it."""
 
 
-class ShardReader(Protocol):
-    """Fills a unit's flat buffer from every rank's values."""
-
-    def own_part(self) -> Tensor:
-        """Return this rank's slice of the flat buffer, whose memory is allocated."""
-
-    def gather_from(self, source: Tensor) -> Pending:
-        """Start to fill the flat buffer from every rank's ``source``."""
-
-
 class ValueStore(ABC):
     """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
 
@@ -84,7 +77,7 @@ class ValueStore(ABC):
         self.tensor = tensor
         """Holds the values, flat, where they are in memory; call :meth:`flush` before reading them."""
 
-    def start_gather(self, unit: ShardReader) -> Pending:
+    def start_gather(self, unit: Unit) -> Pending:
         """Start to fill a unit. Raises DiskError."""
         assert self.tensor is not None
         return unit.gather_from(self.tensor)

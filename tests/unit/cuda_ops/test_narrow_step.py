@@ -19,9 +19,9 @@ from zlaunch.cuda_ops.arguments import AdamArgs, LionArgs, SgdArgs
 from zlaunch.cuda_ops.narrow_state import BLOCK, SCALE, put, widen_all
 from zlaunch.cuda_ops.narrow_step import narrow_step
 from zlaunch.cuda_ops.narrow_twins import States
-from zlaunch.cuda_ops.step import needs_kernel
+from zlaunch.cuda_ops.step import SliceUpdate, needs_kernel
 from zlaunch.runtime.optim.lion import Lion
-from zlaunch.runtime.optim.update_rule import SliceUpdate, UpdateRule
+from zlaunch.runtime.optim.update_rule import UpdateRule
 
 from .test_kernels_math import scalars, twins_of
 from .test_kernels_shim import CpuKernels, kernels_on_cpu, library

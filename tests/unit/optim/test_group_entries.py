@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zlaunch.cuda_ops.step import SliceUpdate
 from zlaunch.runtime.checkpoint.load import groups_of, restore_groups
 from zlaunch.runtime.optim.step import InnerOptimizer
-from zlaunch.runtime.optim.update_rule import SliceUpdate, UpdateRule
+from zlaunch.runtime.optim.update_rule import UpdateRule
 
 
 class Counting(torch.optim.Optimizer):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from zlaunch.cuda_ops.step import rule_of
+from zlaunch.cuda_ops.step import SliceUpdate, rule_of
 from zlaunch.runtime.optim.lion import Lion
-from zlaunch.runtime.optim.update_rule import SliceUpdate, UpdateRule
+from zlaunch.runtime.optim.update_rule import UpdateRule
 
 
 @pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3.0)])
