@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
-from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed import engine as alias
 from zlaunch.compat.deepspeed import moe

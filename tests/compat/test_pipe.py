@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zlaunch
-from tests.runtime.tensor_parallel.task import TOLERANCE, distance
+from tests.runtime.model_parallel import TOLERANCE, distance
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.parallel import take_over_sizes

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import zlaunch
 from tests.compat.test_engine import _deepspeed
-from tests.runtime.tensor_parallel.families import make
-from tests.runtime.tensor_parallel.task import EPS, TOLERANCE, distance
+from tests.runtime.model_parallel import EPS, TOLERANCE, distance, make
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPDataLoaderAdapter
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import zlaunch
 from tests.needs import needs_package
+from tests.runtime.model_parallel import make
 from tests.runtime.models import net
-from tests.runtime.tensor_parallel.families import make
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.parallel.checks import fingerprint
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.expert_parallel.test_by_hand import EXPERTS, WIDTH, _Network
-from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.tensor_parallel.families import FAMILIES, SIZES, make
-from tests.runtime.tensor_parallel.task import settings
+from tests.runtime.model_parallel import FAMILIES, SIZES, make, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.memory.activations import of_module, of_numbers
 from zlaunch.runtime.memory.model import ModelSizes, from_hugging_face, from_numbers, of_one_rank

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zlaunch
+from tests.runtime.model_parallel import SIZES
 from tests.runtime.models import Net, batches, config, loss_of, relative_error, with_forward
-from tests.runtime.tensor_parallel.families import SIZES
 from tests.runtime.workers import join, run_workers
 
 BF16: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zlaunch
-from tests.runtime.tensor_parallel.families import make, plain
-from tests.runtime.tensor_parallel.task import BATCH, STEPS, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import (
+    BATCH,
+    TOLERANCE,
+    Layout,
+    assert_equals_one_process,
+    assert_resumes_under,
+    config_of,
+    data,
+    make,
+    train,
+)
 from tests.runtime.workers import join, run_workers
 
 DYNAMIC: dict[str, Any] = {
@@ -25,48 +35,6 @@ LONG: dict[str, Any] = {
     },
 }
 """Let frequencies depend on the length of a sequence, 12 tokens here."""
-
-
-def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: Any) -> list[float]:
-    """Train on this rank's samples, whole sequences; return the mean losses of all ranks."""
-    position, size = engine.data_parallel_rank, engine.data_parallel_size
-    own = slice(position * BATCH // size, (position + 1) * BATCH // size)
-    losses = []
-    for batch in data()[first:last]:
-        rest = {name: value[own] for name, value in inputs.items()}
-        loss = engine(input_ids=batch[own], **({"labels": batch[own]} | rest)).loss
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / engine.world_size)
-    return losses
-
-
-def config_of(stage: int, **parallel: int) -> dict[str, Any]:
-    """Return a config for the ranks that there are."""
-    samples = torch.distributed.get_world_size() // parallel.get("tensor", 1) // parallel.get("sequence", 1)
-    return {**settings(stage, 1, samples), "parallel": parallel}
-
-
-def _train_families(
-    families: list[str], parallel: dict[str, int], stages: list[int], changes: dict[str, Any]
-) -> Any:
-    join()
-    worst = {}
-    for family in families:
-        losses, wanted = plain(make(family, "sdpa", **changes))
-        for stage in stages:
-            engine, *_ = zlaunch.initialize(
-                model=make(family, "sdpa", **changes), config=config_of(stage, **parallel)
-            )
-            own = train(engine)
-            worst[family, stage] = (
-                distance(engine.module.state_dict(), wanted),
-                max(abs(a - b) for a, b in zip(own, losses, strict=True)),
-            )
-            engine.destroy()
-    return worst
 
 
 @pytest.mark.sampled(1)
@@ -91,10 +59,7 @@ def test_training_equals_one_process(
     stages: list[int],
     changes: dict[str, Any],
 ) -> None:
-    for worst in run_workers(_train_families, world, families, parallel, stages, changes):
-        assert len(worst) == len(families) * len(stages)
-        for case, errors in worst.items():
-            assert max(errors) < TOLERANCE, (case, errors)
+    assert_equals_one_process(families, world, stages, parallel, changes=changes)
 
 
 def _inputs() -> dict[str, torch.Tensor]:
@@ -124,7 +89,7 @@ def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: b
     model = make("qwen3", "sdpa", **changes)
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = zlaunch.initialize(model=model.train(), config=config_of(3, sequence=sequence))
+    engine, *_ = zlaunch.initialize(model=model.train(), config=config_of(3, {"sequence": sequence}))
     inputs: dict[str, Any] = KINDS[kind]()
     return train(engine, **inputs)
 
@@ -140,37 +105,22 @@ def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: s
             assert losses == pytest.approx(wanted, abs=TOLERANCE)
 
 
-def _resume(folder: str, parallel: dict[str, int], stage: int, first: bool) -> list[float]:
-    join()
-    model = make("qwen3", "sdpa", tie_word_embeddings=True)
-    engine, *_ = zlaunch.initialize(model=model, config=config_of(stage, **parallel))
-    if first:
-        losses = train(engine, last=2)
-        engine.save_checkpoint(folder)
-        return losses + train(engine, first=2)
-    assert engine.load_checkpoint(folder)[0] is not None
-    return train(engine, first=2)
-
-
 @pytest.mark.exhaustive
-def test_a_checkpoint_resumes_under_any_layout(tmp_path: Any) -> None:
-    saved = str(tmp_path)
-    losses = run_workers(_resume, 4, saved, {"sequence": 2, "tensor": 2}, 3, True)[0]
-    others: list[tuple[int, dict[str, int], int]] = [
-        (1, {}, 0),
-        (2, {"sequence": 2}, 3),
-        (4, {"sequence": 2}, 1),
-        (4, {"tensor": 2}, 2),
-        (4, {"sequence": 4}, 3),
+def test_a_checkpoint_resumes_under_any_layout(tmp_path: Path) -> None:
+    saved = Layout(4, {"sequence": 2, "tensor": 2}, 3)
+    others = [
+        Layout(1, {}, 0),
+        Layout(2, {"sequence": 2}, 3),
+        Layout(4, {"sequence": 2}, 1),
+        Layout(4, {"tensor": 2}, 2),
+        Layout(4, {"sequence": 4}, 3),
     ]
-    for world, parallel, stage in others:
-        resumed = run_workers(_resume, world, saved, parallel, stage, False)[0]
-        assert resumed == pytest.approx(losses[2:], abs=TOLERANCE), (world, parallel, stage)
+    assert_resumes_under(tmp_path, saved, others, "qwen3", changes={"tie_word_embeddings": True})
 
 
 def _moved() -> tuple[int, int]:
     join()
-    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(1, sequence=2))
+    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(1, {"sequence": 2}))
     batch = data()[0]
     engine(input_ids=batch, labels=batch)
     comm = engine.comm
@@ -191,7 +141,7 @@ def _refused(family: str, changes: dict[str, Any], inputs: dict[str, Any]) -> st
     try:
         attention = changes.pop("attention", "sdpa")
         engine, *_ = zlaunch.initialize(
-            model=make(family, attention, **changes), config=config_of(1, sequence=2)
+            model=make(family, attention, **changes), config=config_of(1, {"sequence": 2})
         )
         batch = data()[0]
         if inputs.pop("differ", False):
@@ -234,7 +184,7 @@ def _evaluate() -> tuple[float, float, list[int], list[int]]:
     with torch.no_grad():
         wanted = plain_model(input_ids=batch, labels=batch).loss.item()
     words = plain_model.generate(batch[:1, :3], max_new_tokens=4, do_sample=False)[0].tolist()
-    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(3, sequence=2))
+    engine, *_ = zlaunch.initialize(model=make("llama", "sdpa"), config=config_of(3, {"sequence": 2}))
     engine.eval()
     with torch.no_grad():
         loss = engine(input_ids=batch, labels=batch).loss.item()

@@ -16,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zlaunch
-from tests.runtime.sequence_parallel.test_families import config_of, train
-from tests.runtime.tensor_parallel.families import make
-from tests.runtime.tensor_parallel.task import TOLERANCE
+from tests.runtime.model_parallel import TOLERANCE, config_of, make, train
 from tests.runtime.workers import join, run_workers
 
 
@@ -27,7 +25,7 @@ def _train(
 ) -> list[float]:
     join()
     model = make("qwen3", "sdpa", tie_word_embeddings=True, use_cache=False)
-    config = {**config_of(stage, **parallel), "activation_checkpointing": section}
+    config = {**config_of(stage, parallel), "activation_checkpointing": section}
     engine, *_ = zlaunch.initialize(model=model.train(), config=config)
     labels = torch.randint(3, 64, (8, 12), generator=torch.Generator().manual_seed(4))
     labels[:, :5] = -100
@@ -69,7 +67,7 @@ def _said(section: dict[str, Any], family: str) -> str:
     join()
     model: Any = nn.Linear(4, 4) if family == "none" else make(family, "eager")
     try:
-        config = {**config_of(1), "activation_checkpointing": section}
+        config = {**config_of(1, {}), "activation_checkpointing": section}
         engine, *_ = zlaunch.initialize(model=model.train(), config=config)
         train(engine)
     except zlaunch.ZlaunchError as error:
@@ -92,7 +90,7 @@ def test_what_cannot_be_tiled_is_refused(section: dict[str, Any], family: str, t
 
 def _without_labels() -> str:
     join()
-    config = {**config_of(1), "activation_checkpointing": {"tiled_loss": True}}
+    config = {**config_of(1, {}), "activation_checkpointing": {"tiled_loss": True}}
     engine, *_ = zlaunch.initialize(model=make("llama", "eager").train(), config=config)
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
@@ -152,7 +150,7 @@ def _peak(parallel: dict[str, int], section: dict[str, Any]) -> tuple[int, float
     """Return the most bytes of activations in one step, and its loss."""
     join()
     model = make("llama", "sdpa", **_LONG, use_cache=False).train()
-    config = {**config_of(0, **parallel), "activation_checkpointing": section}
+    config = {**config_of(0, parallel), "activation_checkpointing": section}
     engine, *_ = zlaunch.initialize(model=model, config=config)
     tokens = torch.randint(3, 512, (2, 384), generator=torch.Generator().manual_seed(5))
     for _ in range(2):  # the first pass allocates what is kept

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import zlaunch
-from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 
 

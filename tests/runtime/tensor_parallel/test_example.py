@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zlaunch
 from examples.gpt import GPT, Size, loss_of
-from tests.runtime.tensor_parallel.task import BATCH, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import BATCH, TOLERANCE, data, distance, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.sequence import attention, mean, split
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,29 +12,23 @@ import torch
 
 import zlaunch
 from tests.needs import needs_package
-from tests.runtime.tensor_parallel.families import make, plain, shapes, train
-from tests.runtime.tensor_parallel.task import BATCH, LENGTH, STEPS, TOLERANCE, data, distance, settings
+from tests.runtime.model_parallel import (
+    BATCH,
+    LENGTH,
+    TOLERANCE,
+    Layout,
+    assert_equals_one_process,
+    assert_exports_whole_tensors,
+    assert_resumes_under,
+    assert_variants_train_alike,
+    config_of,
+    data,
+    make,
+    train,
+)
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.checkpoint.export.consolidate import consolidated_state_dict
 
 pytestmark = needs_package("transformers")
-
-
-def _train_families(families: list[str], tensor: int, stages: list[int], changes: dict[str, Any]) -> Any:
-    join()
-    world, worst = torch.distributed.get_world_size(), {}
-    for family in families:
-        losses, wanted = plain(make(family, **changes))
-        for stage in stages:
-            config = settings(stage, tensor, world // tensor)
-            engine, *_ = zlaunch.initialize(model=make(family, **changes), config=config)
-            own = train(engine, tensor)
-            worst[family, stage] = (
-                distance(engine.module.state_dict(), wanted),
-                max(abs(a - b) for a, b in zip(own, losses, strict=True)),
-            )
-            engine.destroy()
-    return worst
 
 
 @pytest.mark.sampled(1)
@@ -52,10 +47,7 @@ def _train_families(families: list[str], tensor: int, stages: list[int], changes
 def test_training_equals_one_process(
     families: list[str], world: int, tensor: int, stages: list[int], changes: dict[str, Any]
 ) -> None:
-    for worst in run_workers(_train_families, world, families, tensor, stages, changes):
-        assert len(worst) == len(families) * len(stages)
-        for case, errors in worst.items():
-            assert max(errors) < TOLERANCE, (case, errors)
+    assert_equals_one_process(families, world, stages, {"tensor": tensor}, attention="eager", changes=changes)
 
 
 class _Wrapped(torch.nn.Module):
@@ -71,11 +63,10 @@ class _Wrapped(torch.nn.Module):
 
 def _train_wrapped(tensor: int) -> tuple[list[float], tuple[int, ...]]:
     join()
-    world = torch.distributed.get_world_size()
     model = _Wrapped(make("llama"))
-    engine, *_ = zlaunch.initialize(model=model, config=settings(3, tensor, world // tensor))
+    engine, *_ = zlaunch.initialize(model=model, config=config_of(3, {"tensor": tensor}))
     weight = engine.module.get_parameter("inner.model.layers.0.self_attn.k_proj.weight")
-    return train(engine, tensor), tuple(weight.shape)
+    return train(engine), tuple(weight.shape)
 
 
 def test_a_model_inside_of_another_brings_its_plan() -> None:
@@ -85,93 +76,45 @@ def test_a_model_inside_of_another_brings_its_plan() -> None:
         assert shape == (8, 32) and whole == (16, 32)
 
 
-def _resume(folder: str, tensor: int, stage: int, first: bool) -> list[float]:
-    join()
-    world = torch.distributed.get_world_size()
-    engine, *_ = zlaunch.initialize(
-        model=make("qwen3", tie_word_embeddings=True), config=settings(stage, tensor, world // tensor)
-    )
-    if first:
-        losses = train(engine, tensor, last=2)
-        engine.save_checkpoint(folder)
-        return losses + train(engine, tensor, first=2)
-    assert engine.load_checkpoint(folder)[0] is not None
-    return train(engine, tensor, first=2)
-
-
-LAYOUTS = [(1, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 3), (4, 2, 2), (4, 4, 3), (4, 4, 0), (4, 2, 3)]
-"""World size, tensor ranks and stage."""
+TIED = {"tie_word_embeddings": True}
+SHARDED = Layout(4, {"tensor": 2}, 3)
+LAYOUTS = [
+    Layout(1, {}, 0),
+    Layout(2, {}, 3),
+    Layout(2, {"tensor": 2}, 1),
+    Layout(2, {"tensor": 2}, 3),
+    Layout(4, {"tensor": 2}, 2),
+    Layout(4, {"tensor": 4}, 3),
+    Layout(4, {"tensor": 4}, 0),
+]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "others"),
-    [((4, 2, 3), LAYOUTS), ((4, 4, 1), LAYOUTS[2:4]), ((1, 1, 0), LAYOUTS[2:4])],
+    [(SHARDED, LAYOUTS), (Layout(4, {"tensor": 4}, 1), LAYOUTS[2:4]), (LAYOUTS[0], LAYOUTS[2:4])],
     ids=["sharded", "stage 1", "one rank"],
 )
-def test_a_checkpoint_resumes_under_any_layout(
-    saved: tuple[int, int, int], others: list[tuple[int, int, int]], tmp_path: Any
-) -> None:
-    world, tensor, stage = saved
-    losses = run_workers(_resume, world, str(tmp_path), tensor, stage, True)[0]
-    for other_world, other_tensor, other_stage in others:
-        if (other_world, other_tensor, other_stage) == saved:
-            continue
-        resumed = run_workers(_resume, other_world, str(tmp_path), other_tensor, other_stage, False)[0]
-        assert resumed == pytest.approx(losses[2:], abs=TOLERANCE), (other_world, other_tensor, other_stage)
+def test_a_checkpoint_resumes_under_any_layout(saved: Layout, others: list[Layout], tmp_path: Path) -> None:
+    assert_resumes_under(tmp_path, saved, others, "qwen3", attention="eager", changes=TIED)
 
 
-def test_an_export_is_whole(tmp_path: Any) -> None:
-    run_workers(_resume, 4, str(tmp_path), 2, 3, True)
-    from zlaunch.runtime.checkpoint.export.full_weights import get_fp32_state_dict_from_zero_checkpoint
-
-    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    wanted = run_workers(_whole_shapes, 1)[0]
-    assert {name: tuple(value.shape) for name, value in state.items()} == wanted
-
-
-def _whole_shapes() -> dict[str, tuple[int, ...]]:
-    join()
-    return shapes("qwen3", tie_word_embeddings=True)
-
-
-def _variant(kind: str, tensor: int, folder: str) -> list[float]:
-    join()
-    world = torch.distributed.get_world_size()
-    config = settings(3, tensor, world // tensor)
-    offloaded = {"device": "cpu"}
-    if kind == "offload":
-        config["zero_optimization"] |= {"offload_optimizer": offloaded, "offload_param": offloaded}
-    if kind == "disk":
-        config["zero_optimization"] |= {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    model = make("qwen3", tie_word_embeddings=True)
-    if kind == "recomputation":
-        model.gradient_checkpointing_enable()
-        model.train()
-    engine, *_ = zlaunch.initialize(model=model, config=config)
-    shapes = {
-        name: value.shape for name, value in make("qwen3", tie_word_embeddings=True).state_dict().items()
-    }
-    losses = train(engine, tensor)
-    state = consolidated_state_dict(engine._sharded)
-    assert not state or {name: value.shape for name, value in state.items()} == shapes
-    return losses
+def test_an_export_is_whole(tmp_path: Path) -> None:
+    assert_exports_whole_tensors(tmp_path, SHARDED, "qwen3", attention="eager", changes=TIED)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation"])
-def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Any) -> None:
-    wanted = run_workers(_variant, 1, "plain", 1, str(tmp_path))[0]
-    found = run_workers(_variant, 4, kind, 2, str(tmp_path))[0]
-    assert found[:STEPS] == pytest.approx(wanted, abs=TOLERANCE)
+def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Path) -> None:
+    assert_variants_train_alike(kind, "qwen3", 4, {"tensor": 2}, tmp_path, attention="eager", changes=TIED)
 
 
 def _handles() -> dict[str, Any]:
     rank, found = join(), dict[str, Any]()
     model = make("llama")
     wanted = copy.deepcopy(model).state_dict()
-    engine, *_ = zlaunch.initialize(model=model, config=settings(3, 2, 1))
+    engine, *_ = zlaunch.initialize(model=model, config=config_of(3, {"tensor": 2}))
     found["part"] = tuple(engine.module.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
     state = engine.module.state_dict()
     found["state"] = all(torch.equal(state[name], value) for name, value in wanted.items())
@@ -196,7 +139,7 @@ def test_handles_give_whole_tensors_and_different_batches_are_refused() -> None:
 
 def _moved() -> tuple[int, int]:
     join()
-    engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(1, 2, 1))
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=config_of(1, {"tensor": 2}))
     batch = data()[0]
     engine(input_ids=batch, labels=batch)  # the first one
     comm = engine.comm
@@ -216,9 +159,9 @@ def _loss() -> list[float]:
     found = []
     for is_parallel in (False, True):
         section = {"autotp_size": 2, "vocab_parallel_loss": is_parallel}
-        config = {**settings(2, 1, 1), "parallel": {}, "tensor_parallel": section}
+        config = {**config_of(2, {"tensor": 2}), "parallel": {}, "tensor_parallel": section}
         engine, *_ = zlaunch.initialize(model=make("llama"), config=config)
-        found.append(train(engine, 2)[-1])
+        found.append(train(engine)[-1])
         engine.destroy()
     return found
 
@@ -230,9 +173,9 @@ def test_the_vocabulary_parallel_loss_is_the_loss() -> None:
 
 def _sampled() -> str:
     rank = join()
-    engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(1, 2, 1))
-    train(engine, 2)
-    train(engine, 2)
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=config_of(1, {"tensor": 2}))
+    train(engine)
+    train(engine)
     engine.eval()
     torch.manual_seed(rank)
     try:
@@ -251,7 +194,7 @@ def test_words_that_each_rank_samples_for_itself_are_refused() -> None:
 def _labels_of_no_word() -> list[str]:
     join()
     config = {
-        **settings(1, 1, 1),
+        **config_of(1, {"tensor": 2}),
         "parallel": {},
         "tensor_parallel": {"autotp_size": 2, "vocab_parallel_loss": True},
     }
@@ -275,7 +218,7 @@ def test_a_label_of_no_word_is_an_error_as_in_one_process() -> None:
 def _dropout() -> tuple[list[float], int]:
     rank = join()
     engine, *_ = zlaunch.initialize(
-        model=make("phi", resid_pdrop=0.3, embd_pdrop=0.3), config=settings(1, 2, 1)
+        model=make("phi", resid_pdrop=0.3, embd_pdrop=0.3), config=config_of(1, {"tensor": 2})
     )
     torch.manual_seed(rank)  # what scripts do that give each rank other samples
     losses = []
@@ -296,7 +239,7 @@ def _whole_optimizer() -> str:
     join()
     model = make("llama")
     optimizer = torch.optim.Adafactor(model.parameters())
-    config = {**settings(0, 2, 1), "optimizer": None}
+    config = {**config_of(0, {"tensor": 2}), "optimizer": None}
     try:
         zlaunch.initialize(model=model, optimizer=optimizer, config=config)
     except zlaunch.ZlaunchError as error:
@@ -311,10 +254,9 @@ def test_an_optimizer_of_whole_tensors_is_refused() -> None:
 
 def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str, Any]) -> str:
     join()
-    world = torch.distributed.get_world_size()
     try:
         model = make(family, **changes) if family != "none" else torch.nn.Linear(4, 4)
-        zlaunch.initialize(model=model, config={**settings(1, tensor, world // tensor), **config})
+        zlaunch.initialize(model=model, config={**config_of(1, {"tensor": tensor}), **config})
     except zlaunch.ZlaunchError as error:
         return str(error)
     return ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zlaunch
-from tests.runtime.tensor_parallel.task import settings
+from tests.runtime.model_parallel import settings
 from tests.runtime.workers import join, run_workers
 
 WIDTH = 32
