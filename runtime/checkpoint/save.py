@@ -30,6 +30,7 @@ from ..log import fail, warn
 from ..offload.transfer import HostLink
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State
+from ..threads import make_thread
 from ..zero.hooks import ShardedModel
 from ..zero.unit import Unit
 from .agree import HostChannel, all_or_none
@@ -533,12 +534,11 @@ class BackgroundSave:
             return  # a save will say so
 
         def take() -> None:
-            self._use_device()
             with suppress(OSError, MemoryError):  # then the save itself will say so
                 snapshot.reserve(nbytes)
 
         # A daemon: memory for later saves is no reason to keep a process that ends.
-        self._reserving = threading.Thread(target=take, name="zlaunch-snapshot", daemon=True)
+        self._reserving = make_thread(take, "zlaunch-snapshot", daemon=True)
         self._reserving.start()
 
     def start(self, save: Save, then: Callable[[Path], None]) -> None:
@@ -563,19 +563,11 @@ class BackgroundSave:
             return
         # Not a daemon: the interpreter waits for it, so a script that ends right after save_checkpoint()
         # still has its checkpoint.
-        self._thread = threading.Thread(
-            target=self._finish, args=(save, self._writing, then), name="zlaunch-checkpoint"
-        )
+        self._thread = make_thread(partial(self._finish, save, self._writing, then), "zlaunch-checkpoint")
         self._thread.start()
-
-    def _use_device(self) -> None:
-        """Choose this rank's GPU in the calling thread."""
-        if self._comm.device.type == "cuda":
-            torch.cuda.set_device(self._comm.device)
 
     def _finish(self, save: Save, channel: HostChannel, then: Callable[[Path], None]) -> None:
         try:
-            self._use_device()
             then(save.finish(channel.exchange))
             self._has_warned = False
         # Also what is not a CheckpointError: the main thread has to hear of it from poll(), and a thread's

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from ..environment import read_environment
 from ..log import fail
 from ..report import announce
+from ..threads import make_thread
 from .pending import Key, Waits, waits
 
 # -- standing ---------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class DeadlockWatch:
         self._store: Any = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
         self._standing = Standing(waits) if read_environment().event_fd is not None else None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="zlaunch-watch", daemon=True)
+        self._thread = make_thread(self._look, "zlaunch-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

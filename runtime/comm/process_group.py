@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..environment import read_environment
+from ..threads import choose_device
 from .pending import waits
 
 _CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ def init_distributed(
                 "not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
             )
         device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+        choose_device(device)
     if not dist.is_initialized():
         options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
         if device.type == "cuda":

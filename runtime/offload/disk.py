@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from weakref import WeakSet
 
 from ..errors import DiskError
+from ..threads import thread_pool
 
 # -- disk -------------------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class DiskEngine:
             raise ValueError(f"block_size {block_bytes}: must be a positive multiple of {ALIGN_BYTES}")
         self.block_bytes = block_bytes
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zlaunch-disk")
+        self._pool = thread_pool(threads, "zlaunch-disk")
         self._lock = threading.Lock()
         self.read_bytes = self.written_bytes = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..device import named
 from ..optim.slices import ShardSlice
 from ..optim.step import StepMethod
 from ..optim.update_rule import State, UpdateRule, is_elementwise
+from ..threads import make_thread
 from ..zero.layout import Range
 from ..zero.store import Access, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
@@ -193,15 +195,11 @@ class BackgroundStep(StepMethod):
                 unit.updated = arrival
             else:
                 unit.await_update(arrival)
-        self._thread = threading.Thread(
-            target=self._run, args=(rule, stepped), name="zlaunch-step", daemon=True
-        )
+        self._thread = make_thread(partial(self._run, rule, stepped), "zlaunch-step", daemon=True)
         self._thread.start()
 
     def _run(self, rule: UpdateRule, stepped: Iterator[tuple[Unit, list[Pending]]]) -> None:
         try:
-            if self._comm.device.type == "cuda":
-                torch.cuda.set_device(self._comm.device)
             with torch.no_grad():
                 for unit, uploads in stepped:
                     self._arrivals[id(unit)].come(uploads)

@@ -28,7 +28,17 @@ from .memory import (
     without_modes,
 )
 from .modes import move, pretending
-from .streams import DEFAULT, DEVICE, Event, Stream, current_stream, synchronize, use
+from .streams import (
+    DEFAULT,
+    DEVICE,
+    Event,
+    Stream,
+    current_stream,
+    note_device,
+    set_device,
+    synchronize,
+    use,
+)
 
 FREE_BYTES, TOTAL_BYTES = 64 << 30, 80 << 30
 _nccl: dict[Any, Stream] = {}
@@ -50,6 +60,7 @@ class _Runtime:
     """The CUDA runtime's calls that lock memory."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        note_device()
         locked[address] = nbytes
         return 0
 
@@ -64,7 +75,7 @@ def _install_cuda() -> None:
     cuda.current_stream, cuda.default_stream = current_stream, lambda device=None: DEFAULT
     cuda.synchronize = synchronize
     cuda.is_available, cuda.device_count = lambda: True, lambda: 1
-    cuda.set_device, cuda.current_device = lambda device: None, lambda: 0
+    cuda.set_device, cuda.current_device = set_device, lambda: 0
     cuda.is_current_stream_capturing = lambda: False
     cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
     cuda.is_bf16_supported = lambda including_emulation=True: True

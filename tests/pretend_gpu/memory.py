@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .clocks import Actor, clocks, findings, host, join, known, lock, tick, where
-from .streams import Stream, current_stream
+from .streams import Stream, current_stream, note_device
 
 without_modes = torch._C.DisableTorchFunction
 _MOST = 400
@@ -147,6 +147,7 @@ def launch(name: str, reads: list[Tensor], writes: list[Tensor], actor: Actor) -
     text = f"{name} ({where(2)})"
     with lock:
         if actor != host():
+            note_device()
             join(clocks[actor], clocks[host()])
         count = tick(actor)
         for tensors, does_write in ((reads, False), (writes, True)):

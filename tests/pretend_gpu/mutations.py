@@ -227,6 +227,12 @@ def _signs_are_read_before_they_arrive() -> list[Change]:
     return [(Sent, "result", lambda self: self._got)]
 
 
+def _threads_do_not_choose_their_device() -> list[Change]:
+    from zlaunch.runtime import threads
+
+    return [(threads, "use_device", _nothing)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -256,6 +262,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
         ("stage 0 sequence on two", _heads_are_computed_before_they_arrive),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
+        ("stage 2 host", _threads_do_not_choose_their_device),
     )
 }
 """Maps what is left out to the case in which that must be found, and to what is changed for it."""

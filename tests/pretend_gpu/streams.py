@@ -11,12 +11,24 @@ from typing import Any
 
 import torch
 
-from .clocks import Actor, Clock, clocks, host, host_waits, join, known, lock, note_wait
+from .clocks import Actor, Clock, clocks, findings, host, host_waits, join, known, lock, note_wait, where
 
 DEVICE = torch.device("cuda", 0)
 _numbers = itertools.count()
 _local = threading.local()
 _random = random.Random(0)
+
+
+def set_device(device: Any) -> None:
+    """Choose the calling thread's device."""
+    _local.has_device = True
+
+
+def note_device() -> None:
+    """Write down that the calling thread calls CUDA without having chosen its device: it would use GPU 0."""
+    thread = threading.current_thread()
+    if thread is not threading.main_thread() and not getattr(_local, "has_device", False):
+        findings.races[f"NO DEVICE CHOSEN by {thread.name.rstrip('_0123456789')} in {where()}"] += 1
 
 
 class Stream:
@@ -44,6 +56,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        note_device()
         host_waits(self.actor, "Stream.synchronize")
 
     def query(self) -> bool:
@@ -52,6 +65,7 @@ class Stream:
 
     def _issue(self) -> None:
         """Whatever the host has done comes before what it asks for now."""
+        note_device()
         join(clocks[self.actor], clocks[host()])
 
     def __enter__(self) -> Stream:
@@ -80,6 +94,7 @@ class Event:
 
     def query(self) -> bool:
         """True where the host knows; else the device is ahead or behind, as chance will have it."""
+        note_device()
         with lock:
             if not self._is_known() and _random.random() < 0.5:
                 return False
@@ -87,6 +102,7 @@ class Event:
             return True
 
     def synchronize(self) -> None:
+        note_device()
         with lock:
             if not self._is_known():
                 note_wait("Event.synchronize")
@@ -121,6 +137,7 @@ def use(stream: Stream | None) -> Iterator[None]:
 
 def synchronize(device: Any = None) -> None:
     """Let the host wait for every stream."""
+    note_device()
     with lock:
         note_wait("cuda.synchronize")
         for actor in list(clocks):

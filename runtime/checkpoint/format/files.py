@@ -22,6 +22,7 @@ from torch import Tensor
 from ...comm.pending import DONE, Pending
 from ...offload.disk import ALIGN_BYTES, aligned
 from ...offload.transfer import HostLink
+from ...threads import make_thread
 from .tensor_file import CHUNK_BYTES, NAMES, CheckpointError, header_of
 
 _BUFFERS = 8
@@ -205,7 +206,7 @@ def _start(work: Callable[[], None]) -> list[Thread]:
     """
     started: list[Thread] = []
     for _ in range(_THREADS):
-        thread = Thread(target=work, name="zlaunch-checkpoint-file")
+        thread = make_thread(work, "zlaunch-checkpoint-file")
         try:
             thread.start()
         except RuntimeError:

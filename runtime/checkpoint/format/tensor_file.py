@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....errors import ZlaunchError
+from ...threads import thread_pool
 
 CHUNK_BYTES = 1 << 22
 """Bytes for which a file has one checksum each, so that reading a part checks that part."""
@@ -211,7 +212,7 @@ class File:
 @cache
 def _readers() -> ThreadPoolExecutor:
     """Return a few threads for all files."""
-    return ThreadPoolExecutor(_AHEAD, thread_name_prefix="zlaunch-read")
+    return thread_pool(_AHEAD, "zlaunch-read")
 
 
 def memory_of(tensor: Tensor) -> memoryview:

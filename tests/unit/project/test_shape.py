@@ -16,7 +16,18 @@ ORDER = (
     *(
         f"runtime.{name}"
         for name in (
-            *("errors", "world_sizes", "environment", "log", "trust", "report", "device", "data", "mesh"),
+            *(
+                "errors",
+                "world_sizes",
+                "environment",
+                "log",
+                "trust",
+                "report",
+                "device",
+                "threads",
+                "data",
+                "mesh",
+            ),
             *("host_memory", "models", "optimizer_specs", "config", "restarts", "comm", "precision"),
             *(
                 "averaging",
