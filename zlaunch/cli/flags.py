@@ -14,7 +14,6 @@ import click
 
 from zlaunch.cli.commands import Option, option
 from zlaunch.errors import LaunchError
-from zlaunch.launchers.arrival import DEFAULT_PORT, USUAL_LIMIT_S, Arrival
 from zlaunch.launchers.found import read_job
 from zlaunch.launchers.registry import LOCAL, NAMED, SSH
 from zlaunch.plan.checks import parse_ranks
@@ -404,6 +403,8 @@ def name_as_typed(error: LaunchError, given: Mapping[str, Any]) -> LaunchError:
 
 def _take_arrival(out: dict[str, Any], here: Surroundings, run: str) -> None:
     """Say where the nodes meet that number themselves, and how long they wait for each other."""
+    from zlaunch.launchers.arrival import DEFAULT_PORT, USUAL_LIMIT_S, Arrival
+
     host = out["master_addr"]
     port = out["master_port"] or DEFAULT_PORT
     is_own = bool(here.interface_of(host))

@@ -5,10 +5,8 @@ Containers often run with a user id that has no entry in /etc/passwd.
 
 from __future__ import annotations
 
-import getpass
 import os
 import stat
-import tempfile
 from pathlib import Path
 
 from zlaunch.errors import LaunchError
@@ -22,6 +20,8 @@ def home() -> Path | None:
 
 def user_name() -> str:
     """Return this user's name; the number of a user who has none."""
+    import getpass
+
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # OSError since Python 3.13
@@ -34,6 +34,8 @@ def state_folder() -> Path:
     """
     if (found := home()) is not None:
         return found / ".local" / "state"
+    import tempfile  # takes 10 ms, which few launches need
+
     path = Path(tempfile.gettempdir(), f"zlaunch-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
     about = os.lstat(path)
