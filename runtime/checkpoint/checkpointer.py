@@ -484,7 +484,7 @@ class Checkpointer:
             change = f'optimizer.param_groups[{index}]["lr"]'
             if key == _BASE_RATE:  # the scheduler has the rate, too
                 change += f" and the scheduler's base_lrs[{index}]"
-            say(
+            warn(
                 f"the learning rate{group} is {loaded:g} from the checkpoint, not {mine:g} as configured; to "
                 f"change it, set {change} after the load (with a Trainer: in on_train_begin)"
             )

@@ -99,7 +99,8 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> d
 def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure matrix multiplications, once in a process."""
     width = _WIDTH_ON_GPU if device.type == "cuda" else _WIDTH
-    one, other = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    # Random values: a GPU multiplies matrices of ones faster, because it draws less power.
+    one, other = (torch.rand(width, width, device=device).to(dtype) for _ in range(2))
     return 2 * width**3 / _best(lambda: torch.mm(one, other), device) / 1e12
 
 

@@ -211,6 +211,9 @@ class StepReporter:
         hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps", "of_epoch"}
         own = {name: value for name, value in values.items() if name not in hidden}
         split = self._split(report.steps)
+        if split and own.get("mfu", 0.0) * split["all_ms"] > split["forward_ms"] + split["backward_ms"]:
+            # The passes alone would exceed the peak: it was measured while others used the cores.
+            del own["mfu"]
         send_step({"engine_step": report.step, **own, **split}, printed=report.printed)
 
     def _speed(self, now: float) -> dict[str, float]:

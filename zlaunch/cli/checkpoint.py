@@ -306,6 +306,11 @@ def export(
         written += copy_companions(beside, out, replace=like is not None, dtype=PRECISIONS[dtype])
     for path in written:
         click.echo(str(path))
+    if opened.tied and kind == "safetensors":
+        alias, kept = next(iter(opened.tied.items()))
+        more = f", and {len(opened.tied) - 1} more" if len(opened.tied) > 1 else ""
+        text = f"left out: {alias}, which is {kept}{more}; --format bin has tied weights under every name"
+        click.echo(text, err=True)
     replaced = sum(Path(path) in before for path in written)
     if replaced:
         click.echo(f"{replaced} of them replaced files of the same name", err=True)

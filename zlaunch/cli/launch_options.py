@@ -251,7 +251,7 @@ LAUNCH = (
     ),
     _output("--dry_run", is_flag=True, common=True, help="Print the plan and start nothing."),
     _output("--json", "as_json", is_flag=True, help="Print the plan of --dry_run as JSON."),
-    _output("-q", "--quiet", is_flag=True, help="Show only the workers' output and failures."),
+    _output("-q", "--quiet", is_flag=True, help="Show only the workers' output, warnings and failures."),
     _output("-v", "--verbose", is_flag=True, help="Show how the launcher, memory and mesh were chosen."),
     option(
         "--requeue",
