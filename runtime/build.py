@@ -444,6 +444,7 @@ def _make_offload(
         model=model,
         grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
         steps_in_backward=config.zero_optimization.step_in_backward,
+        is_enforced="warn" not in (config.memory_plan, read_environment().memory_plan),
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting

@@ -47,10 +47,36 @@ class Environment:
     """``ZLAUNCH_VERBOSE=1``: details of the start are printed as well."""
     profile: str
     """``ZLAUNCH_PROFILE=10-12``: the steps of which rank 0 writes a trace."""
+    memory_plan: str
+    """``ZLAUNCH_MEMORY_PLAN=warn``: a model that does not fit by the memory plan is trained all the same."""
     timeouts: bool
     """``ZLAUNCH_NO_TIMEOUTS=1``: ranks wait for each other without limit, because one is debugged."""
     debug_free: str
     """``ZLAUNCH_DEBUG_FREE``: ``poison`` fills resharded parameters with NaN instead of releasing memory."""
+
+
+GPU_DEFAULTS = {
+    # Gathers and reductions have a communicator each; without a common order two kernels could wait for each
+    # other's place on the device.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # The memory of units is given back and taken again all the time, in sizes that differ. The newer name,
+    # PYTORCH_ALLOC_CONF, is unknown to torch 2.6, and in 2.9 this value has no effect under it.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+"""Variables of a process with a GPU that give way to the user's own: see :func:`set_gpu_defaults`."""
+SAME_VARIABLE = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
+"""Maps a variable to its other names: what the user says under any of them counts."""
+
+
+def set_gpu_defaults() -> None:
+    """Set what the launcher sets for its GPU workers, in a process that another launcher has started.
+
+    Call it before the first call of CUDA: torch reads its allocator's settings then, NCCL its own when the
+    first communicator is made.
+    """
+    for name, value in GPU_DEFAULTS.items():
+        if not any(other in os.environ for other in (name, *SAME_VARIABLE.get(name, ()))):
+            os.environ[name] = value
 
 
 def _integer(name: str, default: int) -> int:
@@ -86,6 +112,7 @@ def read_environment() -> Environment:
         quiet=os.environ.get("ZLAUNCH_QUIET") == "1",
         verbose=os.environ.get("ZLAUNCH_VERBOSE") == "1",
         profile=os.environ.get("ZLAUNCH_PROFILE", ""),
+        memory_plan=os.environ.get("ZLAUNCH_MEMORY_PLAN", ""),
         timeouts=os.environ.get("ZLAUNCH_NO_TIMEOUTS") != "1",
         debug_free=os.environ.get("ZLAUNCH_DEBUG_FREE", ""),
     )

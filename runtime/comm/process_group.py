@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from ..environment import read_environment
+from ..environment import read_environment, set_gpu_defaults
 from ..threads import choose_device
 from .pending import waits
 
@@ -68,6 +68,7 @@ def init_distributed(
                 "not allow: start one worker, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
             )
         device = torch.device("cuda", index)
+        set_gpu_defaults()
         choose_device(device)
     if not dist.is_initialized():
         options: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}

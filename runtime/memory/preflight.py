@@ -18,7 +18,7 @@ from ..comm.nodes import kept_bytes
 from ..environment import read_environment
 from ..errors import MemoryPlanError
 from ..host_memory import host_bytes
-from ..log import detail, say
+from ..log import detail, say, warn
 from ..offload.manager import OffloadOptions, mean_state_count
 from ..optim.registry import error_bytes, steps_elements
 from ..precision import Precision
@@ -73,6 +73,12 @@ def _free_on(path: str) -> int:
 # -- preflight --------------------------------------------------------------------------------------
 
 
+_OVERRIDE = (
+    'If the memory of this machine is read wrongly, set "memory_plan": "warn" in the config, or '
+    "ZLAUNCH_MEMORY_PLAN=warn."
+)
+
+
 def preflight(
     blocks: Sequence[Block],
     options: ShardingOptions,
@@ -87,10 +93,16 @@ def preflight(
     model: nn.Module,
     grad_bytes: int = 4,
     steps_in_backward: bool = False,
+    is_enforced: bool = True,
 ) -> tuple[Setting, Amounts]:
-    """Print the plan on rank 0; return what it has counted and what a rank may take. Raises MemoryPlanError
-    on every rank if the plan does not fit on one of them. Collective. ``grad_bytes``: of a gradient's
-    element at rest.
+    """Print the plan on rank 0; return what it has counted and what a rank may take. Collective.
+
+    Args:
+        grad_bytes: Bytes of a gradient's element at rest.
+        is_enforced: Whether a plan that does not fit is an error. If not, rank 0 prints a warning.
+
+    Raises:
+        MemoryPlanError: on every rank, if the plan is enforced and does not fit on one of them.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
     trainable = [
@@ -153,8 +165,10 @@ def preflight(
     except MemoryPlanError as error:
         problem = str(error)
     for rank, text in enumerate(comm.exchange(problem)):
-        if text is not None:
-            raise MemoryPlanError(f"rank {rank}: {text}")
+        if text is not None and is_enforced:
+            raise MemoryPlanError(f"rank {rank}: {text} {_OVERRIDE}")
+        if text is not None and comm.rank == 0:
+            warn(f"rank {rank}: {text} Training all the same, as memory_plan asks for")
     return setting, free
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
+from zlaunch.runtime.environment import GPU_DEFAULTS, SAME_VARIABLE
 from zlaunch.runtime.world_sizes import FirstBatch, write_world_sizes
 from zlaunch.system.machine import visible_for_workers
 
@@ -291,7 +292,7 @@ def common_env(
     is_debugged = run.launch.debug_rank is not None
     usual = _default_env(node, single_node=part.node_count == 1, is_debugged=is_debugged)
     for key, value in usual.items():
-        if given.isdisjoint((key, *_SAME.get(key, ()))):
+        if given.isdisjoint((key, *SAME_VARIABLE.get(key, ()))):
             env[key] = value
     return env
 
@@ -316,10 +317,6 @@ def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str
     return env
 
 
-_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF",)}
-"""Maps a variable to its other names: what the user says under any of them counts."""
-
-
 def _default_env(node: NodeSpec, *, single_node: bool, is_debugged: bool) -> dict[str, str]:
     """Return the settings that give way to the user's own."""
     env = {"OMP_NUM_THREADS": str(max(1, node.cores // (node.local_world or node.workers)))}
@@ -327,13 +324,7 @@ def _default_env(node: NodeSpec, *, single_node: bool, is_debugged: bool) -> dic
         # Training on CPU is bound by page faults; huge pages in malloc take a quarter off a step.
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     else:
-        # Gathers and reductions have a communicator each; without a common order two kernels could wait for
-        # each other's place on the device.
-        env["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-        # The memory of units is given back and taken again all the time, in sizes that differ.
-        # The newer name, PYTORCH_ALLOC_CONF, is unknown to torch 2.6, and in 2.9 this value has no effect
-        # under it.
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        env |= GPU_DEFAULTS
     if is_debugged:
         # It ends a process whose watchdog thread stands still, as at a breakpoint that stops all threads.
         env["TORCH_NCCL_ENABLE_MONITORING"] = "0"

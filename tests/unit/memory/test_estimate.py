@@ -248,6 +248,29 @@ def test_a_run_that_cannot_fit_ends_at_once(tmp_path: Path) -> None:
         zlaunch.initialize(model=model, config=config)
 
 
+@pytest.mark.parametrize("way", ["config", "variable"])
+def test_a_plan_that_does_not_fit_is_a_warning_on_request(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], way: str
+) -> None:
+    """A container may tell a wrong amount of memory: the machine must not be lost for that."""
+    monkeypatch.setattr(preflight, "host_bytes", lambda: 1000)
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": optimizer}
+    with pytest.raises(MemoryPlanError, match=r'"memory_plan": "warn" in the config, or ZLAUNCH_MEM'):
+        zlaunch.initialize(model=torch.nn.Linear(64, 64), config=config)
+    if way == "config":
+        config["memory_plan"] = "warn"
+    else:
+        monkeypatch.setenv("ZLAUNCH_MEMORY_PLAN", "warn")
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(64, 64), config=config)
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+    said = "".join(capfd.readouterr())
+    assert "warning: rank 0: the model does not fit: host memory" in said and "Training all the same" in said
+
+
 def test_asynchronous_checkpoints_take_a_copy_of_what_a_rank_writes() -> None:
     for stage in (0, 1, 3):
         without = setting(stage, world=4)
