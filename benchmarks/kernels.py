@@ -31,28 +31,30 @@ Case = tuple[float, Callable[[], Any]]
 """Bytes per element that have to move, and the call."""
 
 
+def _random_bytes(count: int, device: str) -> Tensor:
+    return torch.randint(256, (count,), dtype=torch.uint8, device=device)
+
+
 def cases(numel: int) -> dict[str, Case]:
     device = "cuda"
-    master, exp_avg, exp_avg_sq, wide = (torch.zeros(numel, device=device) for _ in range(4))
-    grad, out = (torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
+    # Random values: bits that change cost a GPU power, and zeros would be read at a higher clock.
+    master, exp_avg, wide = (torch.randn(numel, device=device) for _ in range(3))
+    exp_avg_sq = torch.rand(numel, device=device)
+    grad, out = (torch.randn(numel, device=device).bfloat16() for _ in range(2))
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has
 
-    eight, four = (
-        torch.zeros(packed_bytes(numel, bits=bits), dtype=torch.uint8, device=device) for bits in (8, 4)
-    )
-    error = torch.zeros_like(grad)
-    bits = torch.zeros(signs.packed_bytes(numel), dtype=torch.uint8, device=device)
+    eight, four = (_random_bytes(packed_bytes(numel, bits=bits), device) for bits in (8, 4))
+    error = torch.randn_like(grad)
+    bits = _random_bytes(signs.packed_bytes(numel), device)
 
     def ours() -> None:
         args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
         adam_step(master, exp_avg, exp_avg_sq, grad, out, step, args)
 
-    codes = [
-        (torch.zeros_like(eight[:numel]), torch.zeros(-(-numel // BLOCK), 1, device=device)) for _ in "mv"
-    ]
-    halves: list[tuple[Tensor, None]] = [(torch.zeros_like(grad), None) for _ in "mv"]
+    codes = [(_random_bytes(numel, device), torch.rand(-(-numel // BLOCK), 1, device=device)) for _ in "mv"]
+    halves: list[tuple[Tensor, None]] = [(torch.rand_like(grad), None) for _ in "mv"]
 
     def narrow(states: States) -> None:
         args = AdamArgs(lr=lr, multiplier=multiplier, found_inf=found_inf, decoupled=True, **ADAMW)
