@@ -112,7 +112,8 @@ def test_a_load_names_both_learning_rates_where_they_differ(tmp_path: Path) -> N
     said, *_ = run_workers(_loads_with_other_rates, 1, str(tmp_path))
     same, other, scheduled, from_config, own, other_own, dropped = said
     change, after = 'optimizer.param_groups[0]["lr"]', "after the load (with a Trainer: in on_train_begin)"
-    rates = "zlaunch: the learning rate is 0.001 from the checkpoint, not 0.002 as configured; to change it, "
+    rates = "the learning rate is 0.001 from the checkpoint, not 0.002 as configured; to change it, "
+    rates = f"zlaunch: warning: {rates}"
     assert same.count("\n") == from_config.count("\n") == own.count("\n") == 1, said
     assert "saved by 1 rank at stage" in same
     assert other.endswith(f"\n{rates}set {change} {after}\n")
