@@ -51,14 +51,20 @@ def _incomplete(problem: str) -> str:
     return f"incomplete ({problem})"
 
 
-def _warn_of_incomplete(checkpoint: Path) -> None:
-    """Warn that a Trainer cannot resume from where the weights come from."""
+def _warn_of_source(checkpoint: Path) -> None:
+    """Warn that a Trainer cannot resume from where the weights come from, or that they are an adapter's."""
     from zlaunch.runtime.checkpoint.trainer_checkpoints import incomplete
 
     if (problem := incomplete(checkpoint)) is not None:
         click.echo(
             f"zlaunch: warning: {checkpoint.parent} is {_incomplete(problem)}: it has the weights, but the "
             "Trainer cannot resume from it",
+            err=True,
+        )
+    if (checkpoint.parent / "adapter_config.json").is_file():
+        click.echo(
+            "zlaunch: warning: these are an adapter's weights, under names that PEFT does not read: load them "
+            f"with PeftModel.from_pretrained(base, {str(checkpoint.parent)!r})",
             err=True,
         )
 
@@ -288,11 +294,11 @@ def export(
                 )
             from zlaunch.runtime.checkpoint.export.consolidate import export_distributed
 
-            _warn_of_incomplete(opened.folder)
+            _warn_of_source(opened.folder)
             for path in export_distributed(opened, out, dtype=PRECISIONS[dtype]):
                 click.echo(str(path))
             return
-        _warn_of_incomplete(opened.folder)
+        _warn_of_source(opened.folder)
         beside = companions(opened, like)
         before = set(Path(out).iterdir()) if Path(out).is_dir() else set()
         written = write(

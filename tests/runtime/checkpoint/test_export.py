@@ -101,6 +101,15 @@ def test_the_command_names_tied_weights_that_a_file_has_once(
         assert (said in capfd.readouterr().err) is (kind == "safetensors")
 
 
+def test_an_export_of_an_adapter_names_what_reads_it(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    subprocess.run(["cp", "-r", saved[0], tmp_path / "checkpoint-3"], check=True)
+    (tmp_path / "checkpoint-3" / "adapter_config.json").write_text("{}")
+    assert cli(["checkpoint", "export", str(tmp_path / "checkpoint-3"), str(tmp_path / "out")]) == 0
+    assert f"PeftModel.from_pretrained(base, '{tmp_path / 'checkpoint-3'}')" in capfd.readouterr().err
+
+
 def test_in_16_bits(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, want = saved
     path = find(folder)
