@@ -105,7 +105,7 @@ def test_the_config_is_one_that_zlaunch_reads(gpu: float, tmp_path: Path) -> Non
 
 def test_one_rank_has_nothing_to_shard() -> None:
     found, _ = estimated(None, gpus=1)
-    assert [each.choice.stage for each in found if not each.choice.checkpointed] == [0, 2, 3, 3, 3, 3]
+    assert [each.choice.stage for each in found if not each.choice.checkpointed] == [0, 2, 3, 3, 3]
 
 
 def test_activations_that_are_not_known_are_left_out() -> None:
