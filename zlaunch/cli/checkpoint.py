@@ -63,8 +63,8 @@ def _warn_of_source(checkpoint: Path) -> None:
         )
     if (checkpoint.parent / "adapter_config.json").is_file():
         click.echo(
-            "zlaunch: warning: these are an adapter's weights, under names that PEFT does not read: load them "
-            f"with PeftModel.from_pretrained(base, {str(checkpoint.parent)!r})",
+            "zlaunch: warning: these are an adapter's weights, under names that PEFT does not read: load "
+            f"them with PeftModel.from_pretrained(base, {str(checkpoint.parent)!r})",
             err=True,
         )
 

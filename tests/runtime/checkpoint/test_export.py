@@ -197,6 +197,8 @@ def _large(folder: str) -> None:
 
 MEMORY = """
 import resource, sys, torch
+import zlaunch.runtime.checkpoint.export.full_weights
+import zlaunch.runtime.checkpoint.export.named, zlaunch.runtime.checkpoint.trainer_checkpoints
 from zlaunch.cli.main import main
 torch.empty(1 << 20).clone()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
