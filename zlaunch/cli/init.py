@@ -13,7 +13,7 @@ import click
 from zlaunch.cli.commands import SETTINGS, Command, count_option, option
 from zlaunch.cli.estimate import number
 from zlaunch.cli.model_shape import VOCAB, usual_shape
-from zlaunch.cli.trainer_use import trainer_use
+from zlaunch.cli.trainer_use import takes_deepspeed_config, trainer_use
 from zlaunch.errors import LaunchError
 from zlaunch.queue.submit import choose_queue
 
@@ -115,6 +115,8 @@ def init(
         said += f"; for the Trainer that {script} imports (--no_trainer: for your own loop)"
         trainer = True
     script_args: tuple[str, ...] = ("--config", config)
+    if takes_deepspeed_config(script):
+        script_args = ("--deepspeed", "--deepspeed_config", config)
     keywords = ""
     if trainer:
         text, arguments = trainer_config(text, world)

@@ -111,7 +111,8 @@ def _show_slurm(*, as_json: bool, show_all: bool) -> int:
 def cancel(chosen_queue: QueueName | None, runs: tuple[str, ...]) -> int:
     """Remove jobs from the queue. Running jobs are stopped.
 
-    Exit code 1 means that a job did not end within a minute.
+    In zlaunch's queue, exit code 1 means that a job did not end within a minute. SLURM's jobs are not waited
+    for.
     """
     if choose_queue(chosen_queue) == "slurm":
         from zlaunch.sweep.job_array import task_of

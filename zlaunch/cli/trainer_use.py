@@ -36,6 +36,21 @@ def trainer_use(script: str) -> TrainerUse | None:
     return TrainerUse(parses_arguments=not names.isdisjoint(_PARSERS))
 
 
+def takes_deepspeed_config(script: str) -> bool:
+    """Tell whether `script` calls `deepspeed.add_config_arguments`, and so takes --deepspeed_config."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(
+        isinstance(function, ast.Attribute)
+        and function.attr == "add_config_arguments"
+        and _first_name(function) == "deepspeed"
+        for function in called
+    )
+
+
 def _module_names(tree: ast.Module) -> set[str]:
     """Return the names under which the script has imported the packages, or modules of theirs."""
     imported = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]

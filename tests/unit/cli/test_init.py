@@ -164,6 +164,12 @@ def test_the_batch_file_of_a_trainer_has_its_arguments(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith(said)
 
 
+def test_a_script_of_deepspeed_gets_the_option_that_it_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("import deepspeed\nparser = deepspeed.add_config_arguments(parser)\n")
+    assert main(["init", *words(), "--force"]) == 0
+    assert capsys.readouterr().out.endswith("train.py --deepspeed --deepspeed_config ds.json\n")
+
+
 def test_what_it_needs_is_said_and_the_hosts_memory_counts(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for host in ("", "256"):

@@ -553,6 +553,31 @@ def test_a_job_that_sbatch_refuses_is_explained_before(
     assert error.endswith("error: sbatch rejected the job of train.py: not available")
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_job_after_another_ends_with_it_and_needs_one_that_slurm_knows(
+    bin_folder: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+) -> None:
+    """SLURM would start a job after an unknown one at once, and keep one after a failed one for ever."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    Path("train.py").touch()
+    sbatch = "#!/bin/sh\nfor file; do :; done\ncat $file >job.txt\necho 43\n"
+    answers = (
+        {"squeue": shell("RUNNING")} if is_known else dict.fromkeys(("squeue", "scontrol", "sacct"), GONE)
+    )
+    programs(bin_folder, sbatch=sbatch, sinfo=shell("gpu:2"), **answers)
+    code = main(["submit", "--queue", "slurm", "--after", "42", "--num_gpus", "1", "train.py"])
+    if is_known:
+        text = Path("job.txt").read_text()
+        assert code == 0 and "#SBATCH --dependency=afterok:42\n#SBATCH --kill-on-invalid-dep=yes\n" in text
+    else:
+        assert code == 2 and "--after 42: SLURM does not know this job" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("state", "run", "limit", "cancelled"),
     [
