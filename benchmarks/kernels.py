@@ -38,9 +38,12 @@ def _random_bytes(count: int, device: str) -> Tensor:
 def cases(numel: int) -> dict[str, Case]:
     device = "cuda"
     # Random values: bits that change cost a GPU power, and zeros would be read at a higher clock.
-    master, exp_avg, wide = (torch.randn(numel, device=device) for _ in range(3))
+    master = torch.randn(numel, device=device)
+    exp_avg = torch.randn(numel, device=device)
+    wide = torch.randn(numel, device=device)
     exp_avg_sq = torch.rand(numel, device=device)
-    grad, out = (torch.randn(numel, device=device).bfloat16() for _ in range(2))
+    grad = torch.randn(numel, device=device).bfloat16()
+    out = torch.randn(numel, device=device).bfloat16()
     step, lr, multiplier = (torch.full((), x, device=device) for x in (5.0, 1e-4, 0.5))
     found_inf = torch.zeros((), device=device)
     parts = list(grad.split(-(-numel // 52)))  # as many units as a model of 1.5 billion parameters has

@@ -444,10 +444,18 @@ def _make_offload(
         model=model,
         grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
         steps_in_backward=config.zero_optimization.step_in_backward,
-        is_enforced="warn" not in (config.memory_plan, read_environment().memory_plan),
+        is_enforced=_is_memory_plan_enforced(config),
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
+
+
+def _is_memory_plan_enforced(config: Config) -> bool:
+    """Tell whether a plan that does not fit is an error. Raises ValueError for another word."""
+    asked = read_environment().memory_plan
+    if asked not in ("", "error", "warn"):
+        raise ValueError(f"ZLAUNCH_MEMORY_PLAN={asked}: expected warn or error")
+    return (asked or config.memory_plan) == "error"
 
 
 def _check_parameters(model: nn.Module, comm: Comm) -> None:

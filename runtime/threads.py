@@ -1,9 +1,9 @@
 """Start the threads of the runtime, each with this rank's GPU as its device.
 
-Note [Device of a thread]. CUDA's current device belongs to a thread, and that of a new thread is GPU 0. Its
-first call of CUDA, be it a wait for an event or memory that is page-locked, would make a context of about
-0.5 GB on GPU 0, once for each rank of the node, and rank 0 would run out of memory. So every thread of the
-runtime is started here. The pool of ``cuda_ops.host`` is none: it steps tensors of the CPU, without CUDA.
+Note [Device of a thread]. Each thread has its own current CUDA device, and a new thread starts with GPU 0.
+Its first CUDA call, such as a wait for an event, would create a context of about 0.5 GB on GPU 0. Every rank
+of the node would do that, and rank 0 would run out of memory. So this module starts all threads of the
+runtime. The pool in ``cuda_ops.host`` is an exception: it makes no CUDA calls.
 """
 
 from __future__ import annotations

@@ -384,7 +384,7 @@ class Config(Section):
     """Print rank 0's device and host memory every steps_per_print steps (null and inf: every step)."""
     memory_plan: Literal["error", "warn"] = ok("error")
     """Refuse to train if the memory plan does not fit, or warn and train. The environment variable
-    ZLAUNCH_MEMORY_PLAN=warn has the same effect (zlaunch's own key)."""
+    ZLAUNCH_MEMORY_PLAN takes precedence (zlaunch's own key)."""
     wall_clock_breakdown: Bool = ok(False)
     """Print the time of forward, backward, step and the rest every steps_per_print steps (null and inf: every
     step), and log it to the monitors."""

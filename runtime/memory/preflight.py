@@ -164,7 +164,10 @@ def preflight(
         check(setting, free, other_drive_bytes(offload, local))
     except MemoryPlanError as error:
         problem = str(error)
-    for rank, text in enumerate(comm.exchange(problem)):
+    answers = comm.exchange((problem, is_enforced))
+    # ZLAUNCH_MEMORY_PLAN may be set on some nodes only: all ranks train, or none.
+    is_enforced = all(enforced for _, enforced in answers)
+    for rank, (text, _) in enumerate(answers):
         if text is not None and is_enforced:
             raise MemoryPlanError(f"rank {rank}: {text} {_OVERRIDE}")
         if text is not None and comm.rank == 0:

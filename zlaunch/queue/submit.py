@@ -152,7 +152,7 @@ def batch_of(request: SubmitRequest) -> BatchScript:
     """Return the sbatch file of a run. Raises LaunchError."""
     from zlaunch.plan.checks import check_configs
     from zlaunch.plan.world_sizes import possible_world_sizes
-    from zlaunch.slurm.commands import has_gpus, job_state
+    from zlaunch.slurm.commands import UNKNOWN, has_gpus, state
     from zlaunch.slurm.script import BatchScript
 
     _, command, options, given, about = request
@@ -171,7 +171,7 @@ def batch_of(request: SubmitRequest) -> BatchScript:
     if about["after"]:
         for job in about["after"]:
             # SLURM takes a job that it does not know for one that has succeeded.
-            if not job_state(job):
+            if state(job) == UNKNOWN:
                 raise LaunchError(f"--after {job}: SLURM does not know this job, or no longer")
         extra.append(f"--dependency=afterok:{':'.join(about['after'])}")
         extra.append("--kill-on-invalid-dep=yes")  # after a failure it would be pending for ever

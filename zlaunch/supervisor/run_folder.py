@@ -74,7 +74,7 @@ class RunRecord:
     slurm_task: str = ""
     """The job as squeue shows it, if it is a task of a job array: 11_1; "" otherwise."""
     slurm_restarts: int = 0
-    """How often SLURM had requeued the job before."""
+    """Counts the job's requeues before this run, as SLURM_RESTART_COUNT does."""
 
     @property
     def label(self) -> str:

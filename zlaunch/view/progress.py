@@ -94,7 +94,9 @@ class RunProgress:
         self.started = self.last = 0.0
         self.attempt = 0
         self.node_count: int | None = None
-        """The run's nodes, also those of other launchers (one task a node); None where no event tells it."""
+        """Counts the nodes of the whole run. With one launcher per node, that is more than this launcher's
+        own. None if no event has told it.
+        """
         self.restarts: list[float] = []
         self.failures: list[str] = []
         self.checkpoints: list[tuple[float, str]] = []

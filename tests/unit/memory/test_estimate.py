@@ -258,6 +258,10 @@ def test_a_plan_that_does_not_fit_is_a_warning_on_request(
     config: dict[str, Any] = {"train_batch_size": 1, "optimizer": optimizer}
     with pytest.raises(MemoryPlanError, match=r'"memory_plan": "warn" in the config, or ZLAUNCH_MEM'):
         zlaunch.initialize(model=torch.nn.Linear(64, 64), config=config)
+    monkeypatch.setenv("ZLAUNCH_MEMORY_PLAN", "Warn")
+    with pytest.raises(ValueError, match="ZLAUNCH_MEMORY_PLAN=Warn: expected warn or error"):
+        zlaunch.initialize(model=torch.nn.Linear(64, 64), config=config)
+    monkeypatch.delenv("ZLAUNCH_MEMORY_PLAN")
     if way == "config":
         config["memory_plan"] = "warn"
     else:
