@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...cuda_ops.narrow_state import STATE_BYTES
@@ -12,12 +12,12 @@ from ..mesh import MeshShape
 from ..offload.manager import OffloadOptions, Tier
 from ..optimizer_specs import ESTIMATED
 from .activations import AUTOCAST, Activations
-from .estimate import GIB, MemoryPlan, Setting, plan
+from .estimate import GIB, MemoryPlan, Setting, nccl_bytes, plan
 from .model import ModelSizes
 
 _BLOCKS_OF_BUCKETS = 2
 """Blocks that the backward pass has left, with their activations, when most gradient buckets are alive."""
-CONTEXT_BYTES = GIB
+_CONTEXT_BYTES = GIB
 """Is assumed for the CUDA context, the libraries' buffers and what the allocator cannot use."""
 
 
@@ -38,6 +38,18 @@ class Machines:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self.nodes * self.gpus
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes of each GPU that the model cannot have: CUDA's, and NCCL's with several ranks."""
+        data = self.world_size * self.axes.data // self.axes.ranks
+        return _CONTEXT_BYTES + nccl_bytes(replace(self.axes, data=data))
+
+    @property
+    def reserved_text(self) -> str:
+        """Say what is reserved, and for whom."""
+        whom = "CUDA and NCCL" if self.world_size > 1 else "CUDA"
+        return f"{self.reserved_bytes / GIB:.1f} for {whom}"
 
     @property
     def shards(self) -> int:
@@ -133,7 +145,7 @@ class Estimated:
             return None
         on_host = self.states.total.host * machines.gpus
         enough_host = machines.host_bytes is None or on_host <= machines.host_bytes
-        if self.device + CONTEXT_BYTES > machines.gpu_bytes or not enough_host:
+        if self.device + machines.reserved_bytes > machines.gpu_bytes or not enough_host:
             return False
         return None if self.activations is None else True
 
@@ -194,11 +206,17 @@ def fastest_that_fits(found: Sequence[Estimated], machines: Machines) -> Estimat
 
 
 def config_text(
-    chosen: Estimated, *, dtype: str, micro_batch: int, axes: MeshShape, kept: Bits = Bits()
+    chosen: Estimated,
+    machines: Machines,
+    *,
+    dtype: str,
+    micro_batch: int,
+    axes: MeshShape,
+    kept: Bits = Bits(),
 ) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
-    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // estimated: {need_text(chosen)}']
+    lines = [f'"train_micro_batch_size_per_gpu": {micro_batch},  // estimated: {need_text(chosen, machines)}']
     asked = ", ".join(f'"{name}": {size}' for name, size in axes.axes.items() if name != "data")
     if axes.pipeline > 1:
         fill = "// one per pipeline stage; more micro-batches mean a smaller pipeline bubble"
@@ -232,9 +250,9 @@ def config_text(
     return "{\n  " + "\n  ".join(lines) + "\n}"
 
 
-def need_text(chosen: Estimated) -> str:
+def need_text(chosen: Estimated, machines: Machines) -> str:
     """Return the GPU memory that a choice needs, in words."""
-    return f"{chosen.device / GIB:.1f} GiB of GPU memory per rank, plus {CONTEXT_BYTES / GIB:.1f} for CUDA"
+    return f"{chosen.device / GIB:.1f} GiB of GPU memory per rank, plus {machines.reserved_text}"
 
 
 def reason_text(chosen: Estimated) -> str:

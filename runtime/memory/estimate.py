@@ -14,10 +14,13 @@ from typing import Any
 
 from ...cuda_ops.narrow_state import STATE_BYTES
 from ..errors import MemoryPlanError
+from ..mesh import MeshShape
 from ..offload.manager import OffloadOptions, Tier
 from .activations import Activations
 
 GIB = 2**30
+_NCCL_BYTES = GIB
+"""Is assumed for the buffers of one NCCL communicator, which CUDA allocates and not torch."""
 _UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _BUCKETS = 3
 """Transient gradient buckets: two being reduced, one being filled."""
@@ -123,6 +126,20 @@ def plan(s: Setting) -> MemoryPlan:
     return MemoryPlan(
         _parameters(s), _gradients(s, here, away), _optimizer(s, here, away), _snapshot(s, away)
     )
+
+
+def nccl_bytes(mesh: MeshShape, *, has_shard_groups: bool = False) -> int:
+    """Estimate what NCCL takes of a GPU's memory for its own buffers, from the first collective on.
+
+    Counted are the communicators: two of the ranks that share a model's states (one gathers while the other
+    reduces), two of those with the same experts, two where ``has_shard_groups`` (units are sharded over some
+    of the ranks), and one of each further axis with several ranks. The size of one is assumed, not measured.
+    """
+    if mesh.ranks == 1:
+        return 0
+    pairs = 1 + (mesh.expert > 1) + has_shard_groups
+    others = [name for name in mesh.axes if name != "data"]
+    return (2 * pairs + len(others)) * _NCCL_BYTES
 
 
 def peak(s: Setting, present: Amounts) -> Amounts:

@@ -26,7 +26,7 @@ from ..zero import placeholder
 from ..zero.policy import Block, ShardingOptions
 from ..zero.unit import owner_of
 from .activations import activations_per_token
-from .estimate import Amounts, Setting, check, describe, plan
+from .estimate import Amounts, Setting, check, describe, nccl_bytes, plan, shown_bytes
 
 # -- resources --------------------------------------------------------------------------------------
 #
@@ -144,9 +144,13 @@ def preflight(
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)
-    # the model's present values are given back as they are taken over
+    # The model's present values are given back as they are taken over. NCCL allocates the buffers of a
+    # communicator with its first collective, which is still to come.
     in_host, on_device = _present(parameters, comm)
-    free = replace(free, host=free.host + in_host, device=free.device + on_device)
+    reserved = 0
+    if comm.device.type == "cuda":
+        reserved = nccl_bytes(comm.mesh, has_shard_groups=comm.link.size < comm.data.size)
+    free = replace(free, host=free.host + in_host, device=max(0, free.device + on_device - reserved))
     stages = comm.exchange(setting) if comm.mesh.pipeline > 1 else [setting]
     largest = max(stages, key=lambda each: plan(each).total.device)
     if comm.rank == 0:
@@ -159,6 +163,8 @@ def preflight(
         say(summary)
         for line in details:
             detail(line)
+        if reserved:
+            detail(f"reserved for NCCL's buffers: {shown_bytes(reserved)} of GPU memory per rank (assumed)")
     problem = None
     try:
         check(setting, free, other_drive_bytes(offload, local))
@@ -169,7 +175,8 @@ def preflight(
     is_enforced = all(enforced for _, enforced in answers)
     for rank, (text, _) in enumerate(answers):
         if text is not None and is_enforced:
-            raise MemoryPlanError(f"rank {rank}: {text} {_OVERRIDE}")
+            less = f"{shown_bytes(reserved)} of GPU memory are reserved for NCCL. " if reserved else ""
+            raise MemoryPlanError(f"rank {rank}: {text} {less}{_OVERRIDE}")
         if text is not None and comm.rank == 0:
             warn(f"rank {rank}: {text} Training all the same, as memory_plan asks for")
     return setting, free

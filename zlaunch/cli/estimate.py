@@ -434,17 +434,19 @@ def estimate(
             least = min(found, key=lambda each: each.device)
             ckpt = " and activation checkpointing" if least.choice.checkpointed else ""
             host = least.states.total.host * gpus / GIB
-            needs = choices.need_text(least) + (f", and {host:.1f} GiB of host memory per node" * (host > 0))
+            needs = choices.need_text(least, machines) + (
+                f", and {host:.1f} GiB of host memory per node" * (host > 0)
+            )
             raise click.ClickException(
                 f"{sizes.name} does not fit on {_count(machines.world_size)} with any stage and offload. The "
                 f"least GPU memory is with {least.choice.name}{ckpt}: {needs}. Use more GPUs, a smaller "
                 f"--micro_batch or --seq{also}"
             )
-        text = choices.config_text(best, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept)
+        text = choices.config_text(best, machines, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept)
         if trainer:
             # the Trainer's config is plain JSON, without the comments that give the reasons
             chosen = best.choice.name + (", activation checkpointing" if best.choice.checkpointed else "")
-            why = f"{chosen}: {choices.need_text(best)}; {choices.reason_text(best)}"
+            why = f"{chosen}: {choices.need_text(best, machines)}; {choices.reason_text(best)}"
             click.echo(f"zlaunch estimate: {why}", err=True)
             text, arguments = trainer_config(text, machines.world_size)
             needed = f"--deepspeed FILE {as_command_line(arguments)}"
@@ -488,7 +490,6 @@ def _show(
     from rich.text import Text
 
     from zlaunch.cli.tables import make_table, stdout_console
-    from zlaunch.runtime.memory.choices import CONTEXT_BYTES
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.offload.manager import Tier
 
@@ -532,8 +533,10 @@ def _show(
     if any(each.choice.stage == 3 and each.choice.optimizer is not Tier.DEVICE for each in found):
         click.echo("parameters at stage 3: gathered blocks and, where fp32 values are offloaded, own shards")
     if machines.gpu_bytes is not None:
+        reserved = machines.reserved_bytes / GIB
+        buffers = ", for NCCL's buffers" if machines.world_size > 1 else ""
         click.echo(
-            f"fits: with {CONTEXT_BYTES / GIB:.1f} GiB for CUDA itself and what the allocator cannot use"
+            f"fits: with {reserved:.1f} GiB for CUDA itself{buffers} and what the allocator cannot use"
         )
     if machines.gpu_bytes is not None and machines.host_bytes is None:
         click.echo("host memory was not checked: give --host_mem")
@@ -570,7 +573,6 @@ def write_plot(path: str, title: str, found: Sequence[Estimated], machines: Mach
     """Write stacked bars of all choices, the fastest first. Raises click.UsageError."""
     from matplotlib.figure import Figure
 
-    from zlaunch.runtime.memory.choices import CONTEXT_BYTES
     from zlaunch.runtime.memory.estimate import GIB
 
     names = [
@@ -584,7 +586,8 @@ def write_plot(path: str, title: str, found: Sequence[Estimated], machines: Mach
         "activations": [each.activations or 0 for each in found],
     }
     if machines.gpu_bytes is not None:
-        parts["CUDA itself"] = [CONTEXT_BYTES] * len(found)
+        whom = "CUDA and NCCL" if machines.world_size > 1 else "CUDA itself"
+        parts[whom] = [machines.reserved_bytes] * len(found)
     figure = Figure(figsize=(13, 1.5 + 0.35 * len(found)), layout="constrained")
     axes = figure.subplots()
     start = [0.0] * len(found)

@@ -235,7 +235,7 @@ def _config(
             f"offload{'' if host_mem is None else f' to {host_mem:g} GiB a node'}: use more GPUs or a "
             "smaller --seq"
         )
-    text = choices.config_text(best, dtype="bf16", micro_batch=micro_batch, axes=axes)
+    text = choices.config_text(best, machines, dtype="bf16", micro_batch=micro_batch, axes=axes)
     what = best.choice.name + (" with activation checkpointing" if best.choice.checkpointed else "")
     assumed = f"{layers} layer{'s' * (layers > 1)}, hidden size {hidden:,}, {seq:,} tokens per sample"
     need = f"{best.device / GIB:.1f} GiB of GPU memory per rank"

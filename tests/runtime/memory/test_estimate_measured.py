@@ -5,6 +5,7 @@ that the choice which follows is the right one.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.runtime.memory.models import HERE, KINDS, TOKENS, builder
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory.activations import computing_in, of_module
-from zlaunch.runtime.memory.choices import CONTEXT_BYTES, Estimated, Machines, compare, fastest_that_fits
+from zlaunch.runtime.memory.choices import Estimated, Machines, compare, fastest_that_fits
 from zlaunch.runtime.memory.model import ModelSizes, from_function, from_hugging_face
 from zlaunch.runtime.offload.manager import Tier
 
@@ -100,14 +101,15 @@ def test_the_choice_for_a_size_of_gpu_is_the_right_one(tmp_path: Path) -> None:
         found, real = estimates(name, False, folder), measured(name, False)
         least, most = min(real.values()), max(real.values())
         for _ in range(CAPS // len(FITTING)):
-            cap = CONTEXT_BYTES + draw.randint(int(0.95 * least), int(1.05 * most))
-            machines = Machines(nodes=1, gpus=WORLD, gpu_bytes=cap, host_bytes=None)
+            machines = Machines(nodes=1, gpus=WORLD, gpu_bytes=None, host_bytes=None)
+            for_model = draw.randint(int(0.95 * least), int(1.05 * most))
+            machines = replace(machines, gpu_bytes=machines.reserved_bytes + for_model)
             best = fastest_that_fits(found, machines)
-            fitting = [key(each) for each in found if real[key(each)] + CONTEXT_BYTES <= cap]
+            fitting = [key(each) for each in found if real[key(each)] <= for_model]
             good = (key(best) if best else None) == (fitting[0] if fitting else None)
             right += good
             if not good:
-                print(name, cap - CONTEXT_BYTES, best and key(best), fitting[:1])
+                print(name, for_model, best and key(best), fitting[:1])
     print(f"{right} of {CAPS}")
     assert right >= 0.95 * CAPS
 

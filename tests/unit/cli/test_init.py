@@ -56,7 +56,7 @@ def test_the_micro_batch_is_the_largest_that_fits_the_fastest_stage() -> None:
         assert main(["init", *words(params="1B", gpus="8", gpu_mem=gib), "--force"]) == 0
         config = load("ds.json").config
         found[gib] = (config.zero_optimization.stage, config.train_micro_batch_size_per_gpu)
-    assert found == {"24": (0, 2), "40": (0, 4), "80": (0, 16)}
+    assert found == {"24": (0, 1), "40": (0, 4), "80": (0, 16)}
     assert main(["init", *words(params="1B", gpus="8", batch="24"), "--force"]) == 0
     assert load("ds.json").config.train_micro_batch_size_per_gpu == 3, "it divides the samples of a GPU"
 

@@ -12,7 +12,6 @@ from zlaunch.runtime.config import load, resolve
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory.activations import Activations, of_numbers, parse_shape
 from zlaunch.runtime.memory.choices import (
-    CONTEXT_BYTES,
     Estimated,
     Machines,
     compare,
@@ -81,7 +80,9 @@ def test_what_is_chosen_fits_and_nothing_faster_does(gpu: float, host: float, gp
     found, machines = estimated(gpu, host, gpus)
     best = fastest_that_fits(found, machines)
     for each in found:
-        fits = each.device + CONTEXT_BYTES <= gpu * GIB and each.states.total.host * gpus <= int(host * GIB)
+        fits = each.device + machines.reserved_bytes <= gpu * GIB and each.states.total.host * gpus <= int(
+            host * GIB
+        )
         if each is best:
             assert fits
             return
@@ -89,13 +90,31 @@ def test_what_is_chosen_fits_and_nothing_faster_does(gpu: float, host: float, gp
     assert best is None
 
 
-@pytest.mark.parametrize("gpu", [80.0, 24.0, 14.0, 7.0, 3.0])
+@pytest.mark.parametrize(
+    ("axes", "world_size", "gib", "text"),
+    [
+        (MeshShape(), 1, 1, "1.0 for CUDA"),
+        (MeshShape(), 8, 3, "3.0 for CUDA and NCCL"),
+        (MeshShape(tensor=2), 8, 4, "4.0 for CUDA and NCCL"),
+        (MeshShape(tensor=4, pipeline=2), 8, 5, "5.0 for CUDA and NCCL"),
+        (MeshShape(expert=4), 8, 6, "6.0 for CUDA and NCCL"),
+    ],
+)
+def test_nccl_takes_memory_for_each_communicator(
+    axes: MeshShape, world_size: int, gib: int, text: str
+) -> None:
+    """Two for the data-parallel ranks, which gather and reduce at once; one for each further axis."""
+    machines = Machines(nodes=1, gpus=world_size, gpu_bytes=None, host_bytes=None, axes=axes)
+    assert machines.reserved_bytes == gib * GIB and machines.reserved_text == text
+
+
+@pytest.mark.parametrize("gpu", [80.0, 24.0, 14.0, 9.0, 5.0])
 def test_the_config_is_one_that_zlaunch_reads(gpu: float, tmp_path: Path) -> None:
     found, machines = estimated(gpu, 500.0)
     best = fastest_that_fits(found, machines)
     assert best is not None
     path = tmp_path / "ds.json"
-    path.write_text(config_text(best, dtype="bf16", micro_batch=2, axes=MeshShape()))
+    path.write_text(config_text(best, machines, dtype="bf16", micro_batch=2, axes=MeshShape()))
     config = resolve(load(path), world_size=4).config
     assert config.zero_optimization.stage == best.choice.stage and config.bf16.enabled
     assert config.activation_checkpointing.enabled is best.choice.checkpointed

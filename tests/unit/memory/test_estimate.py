@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import zlaunch
 from zlaunch.runtime import host_memory
+from zlaunch.runtime.comm.link import RankLink
 from zlaunch.runtime.errors import MemoryPlanError
 from zlaunch.runtime.memory import preflight
 from zlaunch.runtime.memory.activations import activations_per_token
@@ -28,7 +29,10 @@ from zlaunch.runtime.memory.estimate import (
     plan,
     shortages,
 )
+from zlaunch.runtime.mesh import MeshShape
 from zlaunch.runtime.offload.manager import OffloadOptions, Tier
+from zlaunch.runtime.precision import LossScaler, Precision
+from zlaunch.runtime.zero.policy import Block, ShardingOptions
 
 BLOCKS = [10_000_000, *[30_000_000] * 33]  # about a billion
 N = sum(BLOCKS)
@@ -295,3 +299,58 @@ def test_experts_that_fewer_ranks_have_are_sharded_over_those() -> None:
     more = plan(some).optimizer.device - plan(all_alike).optimizer.device
     assert more == 12 * (90_000_000 // 2 - 90_000_000 // 8)
     assert plan(replace(some, stage=0)).total == plan(replace(all_alike, stage=0)).total
+
+
+class _Comm(types.SimpleNamespace):
+    """Stands for the communicator of rank 0 of two on GPUs, whose other rank says the same."""
+
+    def __init__(self) -> None:
+        link = RankLink(torch.device("cuda", 0), 2, 0, None, None)
+        super().__init__(
+            device=torch.device("cuda", 0),
+            rank=0,
+            world_size=2,
+            mesh=MeshShape(2),
+            link=link,
+            data=link,
+            experts=None,
+        )
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def find_shard_link(self, parameter: torch.Tensor) -> tuple[Any, Any, int]:
+        return self.link, self.data, 1
+
+
+def test_the_plan_of_several_gpus_leaves_room_for_nccl(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """10 GiB are free: 8.5 of them fit one rank, and not one of two, whose communicators take 2."""
+    monkeypatch.setattr(preflight, "available", lambda *_: Amounts(device=10 * GIB, host=1 << 50))
+    model = torch.nn.Module()
+    large = torch.nn.Parameter(torch.empty(1).expand(int(8.5 * GIB) // 16))
+    model.register_parameter("large", large)
+    comm: Any = _Comm()
+
+    def preflighted() -> Amounts:
+        blocks = [Block(0, "root", [model], [("large", large)], is_root=True)]
+        return preflight.preflight(
+            blocks,
+            ShardingOptions(shard_optimizer=False, shard_grads=False, shard_params=False),
+            OffloadOptions(),
+            torch.optim.AdamW(model.parameters()),
+            Precision(torch.float32, LossScaler(), False, False),
+            comm,
+            False,
+            snapshots=0,
+            kept_snapshots=0,
+            model=model,
+        )[1]
+
+    with pytest.raises(
+        MemoryPlanError, match=r"8\.5 GiB needed, 8\.0 GiB free.* 2\.0 GiB of GPU memory are res"
+    ):
+        preflighted()
+    comm.mesh = MeshShape(1)
+    assert preflighted().device == 10 * GIB
