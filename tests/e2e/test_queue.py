@@ -102,7 +102,9 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     (folder / "go").touch()
     assert zlaunch(folder, "wait", second).returncode == 7
     assert zlaunch(folder, "wait", first).returncode == 0
-    assert zlaunch(folder, "wait", third).returncode == 1
+    refused = zlaunch(folder, "wait", third)
+    assert refused.returncode == 1 and f"not started: {second} has not ended well (exit" in refused.stderr
+    assert f"(not started: {second} has not ended well)" in zlaunch(folder, "ps", "--all").stdout
     assert zlaunch(folder, "wait", small).returncode == 0
     record = json.loads((folder / "runs" / small / "launcher.json").read_text())
     assert (record["exit_code"], record["name"], record["tags"]) == (0, "small", ["a"])

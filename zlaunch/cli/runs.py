@@ -594,6 +594,9 @@ def wait(run: str, timeout: float | None) -> int:
 
         if failure := read_failure(ended):
             print(f"zlaunch: {ended.name}: {failure}", file=sys.stderr)
+        report = ended.path / CONSOLE_LOG
+        if report.exists():
+            print(f"zlaunch: {ended.name}: the whole report is in {os.path.relpath(report)}", file=sys.stderr)
     return _exit_code(ended)
 
 
@@ -651,7 +654,8 @@ def _exit_code(found: FoundRun) -> int:
     """Return the exit code of a run that has ended."""
     if (end := found.record.end) is not None:
         if end.cause != "finished":
-            print(f"zlaunch: {found.name}: {end.words} (exit code {end.code})", file=sys.stderr)
+            words = found.record.why or end.words
+            print(f"zlaunch: {found.name}: {words} (exit code {end.code})", file=sys.stderr)
         return end.code
     where = os.path.relpath(found.path)
     print(f"zlaunch: error: {where}: the launcher was killed and wrote no exit code", file=sys.stderr)

@@ -270,7 +270,8 @@ class ManualLauncher(ThisNodeLauncher):
                 raise LaunchError("--no_ssh needs a --hostfile with slots, or --num_nodes and --master_addr")
             # Every node has as many as this one: with other numbers the ranks would not fit together.
             count = launch.num_gpus or len(discover(os.environ).tokens) or 1
-            return [(f"node{index}", tuple(range(count))) for index in range(launch.num_nodes)]
+            # The names of the others are not known, and a made-up one could be another machine's.
+            return [(socket.gethostname(), tuple(range(count)))] * launch.num_nodes
         chosen = HostSelection(launch, grammar.read(launch.hostfile)).chosen
         if chosen is None:
             raise LaunchError(f"--no_ssh: {launch.hostfile} needs slots=N for every host")

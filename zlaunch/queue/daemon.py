@@ -468,13 +468,16 @@ _ASK_S = 1.0
 _looked_at: dict[Path, float] = {}
 
 
-def end_job(store: Store, folder: Path, job: Job, end: End, why: str) -> bool:
-    """End a job of the queue, also in its run's folder; False where it was in another state by now."""
+def end_job(store: Store, folder: Path, job: Job, end: End, why: str, *, never_began: bool = False) -> bool:
+    """End a job of the queue, also in its run's folder; False where it was in another state by now.
+
+    `never_began`: its run says `why`, too. Only the queue knows.
+    """
     if not store.end(job, end, why):
         return False
     run_dir = job.submission.run_dir if isinstance(job, QueuedJob) else job.run_dir
     if run_dir:
-        run_folder.left_queue(Path(run_dir), end)
+        run_folder.left_queue(Path(run_dir), end, why if never_began else "")
     forget(folder, job.id)
     return True
 
@@ -514,7 +517,8 @@ def settle_attempt(
         return _end(store, folder, job, End(1, "failed"), text)
     if end is None and status == "not begun" and exit_code is not None and exit_code >= 0:
         text = f"its launcher ended with exit code {exit_code} before it began; its console.log says why"
-        return _end(store, folder, job, End(exit_code or 1, "refused"), text)
+        refused = End(exit_code or 1, "refused")
+        return text if end_job(store, folder, job, refused, text, never_began=True) else None
     if end is None and exit_code is not None:
         end = _unwritten(exit_code, has_begun=status != "not begun")
     if end is None and status == "lost":
@@ -966,7 +970,9 @@ class Daemon:
         """End a job that cannot be started."""
         why = f"not started: {reason}"
         known = self._store.find(job.id) or job
-        if known.state != "ended" and end_job(self._store, self._folder, known, _REFUSED, why):
+        if known.state != "ended" and end_job(
+            self._store, self._folder, known, _REFUSED, why, never_began=True
+        ):
             say(f"job {job.id}: {why}")
             _tell(job.submission.run_dir, why)
             self._look_within(0.0)  # others may wait for it

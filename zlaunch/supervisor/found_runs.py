@@ -99,7 +99,7 @@ class FoundRun:
             return f"queued; {self.note}"
         if end is None or end.cause == "finished" or not state.startswith("ended"):
             return state
-        return f"{state} ({end.words})"
+        return f"{state} ({self.record.why or end.words})"
 
     @property
     def has_ended(self) -> bool:

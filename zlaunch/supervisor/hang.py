@@ -261,8 +261,10 @@ class HangWatch:
             parts.append(f"  {named(sorted(ranks), self._hosts)} {have} ended with code {code}")
         left = self._hosts.keys() - self._ended.keys()
         texts = {rank: data.decode("utf-8", "replace") for rank, data in self._written.items()}
-        parts += [f"  {line}" for line in where(texts, self._standing, self._hosts, left)]
-        if not self._was_active:
+        positions, silent = _positions(texts, self._standing, left)
+        parts += [f"  {line}" for line in explain(positions, self._hosts, silent)]
+        meet = any(each.waits and each.call != "init_process_group" for each in positions.values())
+        if not self._was_active and not meet:
             parts.append("  they may still be starting: give --hang_timeout more seconds")
         parts.append("  what each was doing:")
         for rank in sorted(texts):
@@ -305,6 +307,14 @@ def where(
     """Say in lines where the ranks that were `asked` are, by the stacks they have written and by what the
     runtime has reported of those that stand still.
     """
+    positions, silent = _positions(texts, standing, asked)
+    return explain(positions, hosts, silent)
+
+
+def _positions(
+    texts: Mapping[int, str], standing: Mapping[int, Stand], asked: Iterable[int]
+) -> tuple[dict[int, Position], list[int]]:
+    """Find the ranks' positions; list those of which nothing is known."""
     positions: dict[int, Position] = {}
     silent = []
     for rank in sorted(asked):
@@ -313,7 +323,7 @@ def where(
             silent.append(rank)
         else:
             positions[rank] = found if rank not in standing else _told(found, standing[rank], standing)
-    return explain(positions, hosts, silent)
+    return positions, silent
 
 
 def _told(found: Position, stand: Stand, standing: Mapping[int, Stand]) -> Position:

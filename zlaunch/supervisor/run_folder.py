@@ -56,6 +56,8 @@ class RunRecord:
     exit_code: int | None = None
     cause: str | None = None
     """Why it ended, see `zlaunch.supervisor.end`. Versions up to 0.2.0 wrote none."""
+    why: str = ""
+    """Why its queue did not start it; "" where it did, and of a run without a queue."""
     bad_hosts: tuple[str, ...] = ()
     """The hosts that refused to run it."""
     bad_slots: tuple[Slot, ...] = ()
@@ -267,11 +269,11 @@ def is_queued(run_dir: str | Path) -> bool:
     return _queued_mark(run_dir).exists()
 
 
-def left_queue(run_dir: str | Path, end: End) -> None:
-    """Record that the queue has done with a run, and how it ended."""
+def left_queue(run_dir: str | Path, end: End, why: str = "") -> None:
+    """Record that the queue has done with a run, how it ended, and `why` where it was not started."""
     if (record := read(run_dir)) is not None:
         ended = time.time() if record.ended is None else record.ended
-        _write(_path(run_dir), {**asdict(record), **end.as_json(), "ended": ended})
+        _write(_path(run_dir), {**asdict(record), **end.as_json(), "ended": ended, "why": why})
     try:
         with Folder(Path(run_dir)) as folder:
             _queued_mark(folder.path).unlink(missing_ok=True)

@@ -246,7 +246,7 @@ def _summarise(
         return replace(before, **about)
     return RunSummary(
         **about,
-        why=redact(progress.failures[0])[0] if progress.failures else "",
+        why=redact(progress.failure)[0],
         is_read=is_read,
         step=progress.step,
         steps=progress.steps,

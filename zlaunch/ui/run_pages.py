@@ -57,6 +57,7 @@ class RunReader:
             _failures(self._kept, self.progress),
             {name: value for name, value in known.items() if name not in ("type", "rank", "time")},
             run.record.command,
+            redact(self.progress.failure)[0],
         )
 
 

@@ -230,11 +230,8 @@ class RunPage:
     environment: Mapping[str, Any] = field(default_factory=dict)
     command: Sequence[str] = ()
     """The words behind `zlaunch`."""
-
-    @property
-    def failure(self) -> str:
-        """Return the failure in one line; empty where the last attempt had none."""
-        return self.failures[0].strip().splitlines()[-1] if self.progress.failures else ""
+    failure: str = ""
+    """The first failure of the last attempt in one line; empty where it had none."""
 
 
 def write_page(runs: Sequence[RunPage]) -> str:

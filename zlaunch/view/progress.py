@@ -151,6 +151,17 @@ class RunProgress:
             elif kind == "metrics" and isinstance(event.get("values"), dict):
                 self._metrics(rank, known, event["values"], when)
 
+    @property
+    def failure(self) -> str:
+        """Return the first failure of the last attempt in one line: of a hang also where the first rank is.
+        Empty where it had none.
+        """
+        if not self.failures:
+            return ""
+        first, *more = self.failures[0].strip().splitlines()
+        place = next((line.strip() for line in more if line.startswith("  rank ")), "")
+        return f"{first}; {place}" if first.startswith("hang: ") and place else first
+
     def _start(self, event: Event, when: float) -> None:
         self.started = self.started or when
         attempt = event.get("attempt")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +323,15 @@ def test_flags_with_an_answer(text: str, around: Surroundings, answer: str) -> N
     with pytest.raises(click.UsageError) as caught:
         take_flags(given(text), lambda: around)
     assert answer in caught.value.format_message() and "\n" not in caught.value.format_message()
+
+
+def test_a_node_that_is_started_by_hand_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A made-up one, such as node1, could be another machine's."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    where = ("--nnodes", "2", "--node_rank", "1", "--rdzv_endpoint", "node1:29500", "--nproc_per_node", "2")
+    assert main([*where, "--dry_run", "--json", "train.py"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [node["host"] for node in shown["nodes"]] == [socket.gethostname()]

@@ -197,3 +197,10 @@ def test_ranks_that_have_never_said_anything_may_still_be_starting() -> None:
         assert watch.due()
         watch.output(0, b"its stacks")
         assert (advice in watch.report().splitlines()) != acts
+
+
+def test_a_rank_in_a_collective_has_started() -> None:
+    watch = HangWatch(1e-9, {0: "n1"})
+    assert watch.due()
+    watch.output(0, REDUCES.encode())
+    assert "  rank 0 on n1 waits in all_reduce" in watch.report() and "starting" not in watch.report()

@@ -65,6 +65,20 @@ def test_a_lost_node_and_a_killed_rank() -> None:
     assert run.failures == ["rank 0 on n1: SIGKILL: by hand", "n1 fell silent", "hang: all"]
 
 
+def test_the_first_failure_in_one_line() -> None:
+    run = RunProgress()
+    assert run.failure == ""
+    hang = (
+        "hang: no rank has written anything for 12 s\n  rank 1 on n1 is at x.py:6\n"
+        "  rank 0 on n1 waits in all_reduce\n  what each was doing:\n  rank 0:\n    | Current thread"
+    )
+    run.take({"type": "outcome", "errors": [hang], "time": 5.0})
+    assert run.failure == "hang: no rank has written anything for 12 s; rank 1 on n1 is at x.py:6"
+    other = RunProgress().take_all(spawned(0))
+    other.take({"type": "exception", "rank": 0, "exception": "ValueError: a\nb", "time": 6.0})
+    assert other.failure == "rank 0: ValueError: a"
+
+
 def test_what_is_no_number_is_left_out() -> None:
     run = RunProgress().take_all(
         [*spawned(0), metrics(0, 11.0), metrics(0, 12.0, loss=float("nan"), lr=10**400)]
