@@ -49,6 +49,10 @@ _BASE_RATE = "initial_lr"
 """The key of a parameter group in which torch's schedulers keep the rate that they start from."""
 _ARRAY_TASK = "array_task"
 """The key of ``written_by`` with the task of a SLURM job array that has saved."""
+_ON_SIGNAL = "on_signal"
+"""The key of ``written_by`` that marks a save which a signal has asked for."""
+_BATCH = "train_batch_size"
+"""The key of ``engine`` with the global batch of the last step."""
 _FALLBACK_FOLDER = "checkpoints"
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 """Names what an engine counts."""
@@ -90,6 +94,8 @@ class Checkpointer:
         """Folder of the save that a signal asks for, if the config names one."""
         self._folder: Path | None = None
         """Folder of the last save, or of the checkpoint that the run was resumed from."""
+        self._saves_for_stop = False
+        """Whether the save under way is one that a signal has asked for."""
         self.save_weights = save_weights
 
     def wait(self) -> None:
@@ -173,7 +179,7 @@ class Checkpointer:
         source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
-        self._folder = folder
+        self._note_folder(folder)
 
         def tell(path: Path) -> None:
             self._tell(path, steps, save_latest)
@@ -198,7 +204,11 @@ class Checkpointer:
         comm = self._comm
         folder = self._stop_folder or self._folder or read_environment().resume_dir or _FALLBACK_FOLDER
         if comm.rank == 0:
-            say(f"stop requested: saving to {folder}")
+            unset = (
+                "" if client_state is not None else ", without client_state: engine.client_state is not set"
+            )
+            say(f"stop requested: saving to {folder}{unset}")
+        self._saves_for_stop = True
         try:
             self.wait()
         except Exception as error:  # an earlier save's; this one may succeed
@@ -238,10 +248,17 @@ class Checkpointer:
         loader = run.training_dataloader
         task = read_environment().array_task
         array_task = {} if task is None else {_ARRAY_TASK: task}
+        on_signal = {_ON_SIGNAL: True} if self._saves_for_stop else {}
+        counters = {**self._counters(), _BATCH: self._global_batch}
         return {
-            "written_by": {"zlaunch": __version__, "torch": str(torch.__version__), **array_task},
+            "written_by": {
+                "zlaunch": __version__,
+                "torch": str(torch.__version__),
+                **array_task,
+                **on_signal,
+            },
             "stage": self._stage,
-            "engine": self._counters(),
+            "engine": counters,
             "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
             "optimizer": optimizer,
             "scheduler": schedule,
@@ -380,7 +397,7 @@ class Checkpointer:
                 self._restore_training_state(facts, schedule)
                 # `folder` may be one checkpoint itself. A save that a signal asks for must not go into that.
                 if checkpoint.folder.parent == folder:
-                    self._folder = folder
+                    self._note_folder(folder)
             if self._comm.rank == 0:
                 saved = checkpoint.manifest
                 say(
@@ -390,6 +407,7 @@ class Checkpointer:
                 if with_run:
                     self._tell_batch(facts["engine"], saved["world_size"])
                     _warn_of_another_task(checkpoint)
+                    _tell_of_no_client_state(checkpoint, facts["client_state"])
                 self._tell_rates(given)
             return str(checkpoint.folder), facts["client_state"]
         finally:
@@ -437,6 +455,18 @@ class Checkpointer:
         starts = schedule is None and hasattr(self._run.lr_scheduler, "load_state_dict")
         return OF_SCHEDULES if starts else ()
 
+    def _note_folder(self, folder: Path) -> None:
+        """Note where the script keeps its checkpoints; warn once where a signal's save would go elsewhere."""
+        is_first = self._folder is None
+        self._folder = folder
+        if not is_first or self._stop_folder in (None, folder) or self._comm.rank:
+            return
+        if self._options.on_signal:
+            warn(
+                f"the script keeps its checkpoints in {folder}, but a save on a signal goes to "
+                f"checkpoint.save_dir ({self._stop_folder}): remove save_dir, or load from there too"
+            )
+
     def _base_rates(self) -> dict[int, tuple[str, float]]:
         """Return for each parameter group, by its index, the key and the learning rate before a schedule,
         which may be the script's own; none if the engine's schedule computes its rates from the config alone,
@@ -463,15 +493,25 @@ class Checkpointer:
         now = self._global_batch
         if ranks == self._comm.world_size or not steps or not now:
             return
-        before, rest = divmod(counters["global_samples"], steps)
-        if rest or before == now:  # a rest: it has changed before
+        before, rest = counters.get(_BATCH), 0
+        if (
+            not before
+        ):  # a checkpoint of a former version, or of DeepSpeed: right unless it has changed before
+            before, rest = divmod(counters["global_samples"], steps)
+        if rest or before == now:
             return
         accumulation = self._run.gradient_accumulation_steps()
         more, rest = divmod(before * accumulation, now)
         is_exact = more > 0 and rest == 0
-        change = f"set gradient_accumulation_steps to {more}" if is_exact else "change the micro-batch size"
         here = counted(self._comm.world_size, "rank")
-        say(f"the global batch is {now} on {here}, and was {before} on {ranks}; to keep {before}, {change}")
+        samples = self._comm.mesh.samples
+        if before % samples:
+            advice = f"{before} is not a multiple of {samples} and cannot be kept on so many"
+        elif is_exact:
+            advice = f"to keep {before}, set gradient_accumulation_steps to {more}"
+        else:
+            advice = f"to keep {before}, change the micro-batch size"
+        say(f"the global batch is {now} on {here}, and was {before} on {ranks}; {advice}")
 
     def _tell_rates(self, given: Mapping[int, tuple[str, float]]) -> None:
         """Tell the user that the checkpoint's learning rate has replaced another one."""
@@ -503,6 +543,15 @@ class Checkpointer:
             run.training_dataloader.load_state_dict(facts["data"])
         if facts["random"] is not None:
             agree.restore(facts["random"], self._comm.device)
+
+
+def _tell_of_no_client_state(checkpoint: Checkpoint, client_state: Mapping[str, Any]) -> None:
+    """Say why a checkpoint lacks what the script's own saves have: a script may fail at the missing key."""
+    if checkpoint.manifest["written_by"].get(_ON_SIGNAL) and not client_state:
+        say(
+            f"{checkpoint.folder.name} was saved on a signal and has no client_state: set "
+            "engine.client_state to a function that returns it"
+        )
 
 
 def _warn_of_another_task(checkpoint: Checkpoint) -> None:

@@ -371,7 +371,8 @@ def check_fits(
     checkpoint: Checkpoint, sharded: ShardedModel, step: ShardedOptimizer | None, *, strict: bool
 ) -> None:
     """Raise CheckpointError, on every rank, if a checkpoint is not of this model and optimizer; warn of
-    optimizer state that is not taken, because its parameters are frozen now. Collective.
+    optimizer state that is not taken, because its parameters are frozen now, and of state that is missing,
+    because they were. Collective.
     """
 
     def check() -> None:
@@ -400,6 +401,19 @@ def check_fits(
         warn(
             f"{checkpoint.folder}: optimizer state of {len(saved)} frozen parameters is not loaded "
             f"({names}): unfreeze them before load_checkpoint"
+        )
+    thawed = [
+        name
+        for unit in sharded.units
+        for name in unit.names
+        if unit.trainable
+        and checkpoint.parameters.get(source_name(checkpoint, name), {}).get("trainable") is False
+    ]
+    if thawed:
+        names = ", ".join(thawed[:3]) + (" ..." if len(thawed) > 3 else "")
+        warn(
+            f"{checkpoint.folder} has no optimizer state of {len(thawed)} parameters that were frozen and "
+            f"train now ({names}): theirs starts from zero"
         )
 
 

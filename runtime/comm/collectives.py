@@ -23,7 +23,7 @@ from ..errors import RankMismatchError
 from ..mesh import MeshShape
 from .link import GATHER, REDUCE, Note, RankLink
 from .pending import Exchange, Key, Pending, Work, await_work, exchange_objects, waits
-from .process_group import new_group, open_comms
+from .process_group import new_group, open_comms, world_timeout
 from .shard_spec import spec_of
 from .shared_memory import Identity, SharedMemory
 
@@ -213,7 +213,10 @@ class Comm:
             say = partial(_say, self._subjects)
             allowed = share and environment.shared_memory
             # A debugger holds a rank at a breakpoint while the others wait.
-            limit_s = _TIMEOUT_S if environment.timeouts else _DEBUGGED_TIMEOUT_S
+            timeout = world_timeout()
+            limit_s = _TIMEOUT_S if timeout is None else timeout.total_seconds()
+            if not environment.timeouts:
+                limit_s = _DEBUGGED_TIMEOUT_S
             join = partial(connect, timeout_s=limit_s, allowed=allowed, describe=say, check=waits.check)
         if mesh is not None:
             self.link = mesh(self, join)

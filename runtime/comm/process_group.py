@@ -111,8 +111,24 @@ def _loopback() -> Iterator[None]:
         del os.environ["GLOO_SOCKET_IFNAME"]
 
 
+def world_timeout() -> timedelta | None:
+    """Return the timeout of all ranks' collectives, which the script may have set; None if unknown."""
+    world = dist.group.WORLD
+    assert world is not None
+    # NCCL's where there is a GPU.
+    device = max(world._device_types, key=lambda each: each.type != "cpu")
+    backend = world._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
 def new_group(ranks: list[int], **options: Any) -> Any:
-    """Make a group of some ranks. Collective for all ranks; no ProcessGroup is returned outside of it."""
+    """Make a group of some ranks. Collective for all ranks; no ProcessGroup is returned outside of it.
+
+    Its timeout is the world's by default. torch's own default would ignore what the script has asked for.
+    """
+    options.setdefault("timeout", world_timeout())
     with _loopback() if dist.get_world_size() == 1 else nullcontext():
         group = dist.new_group(ranks, **options)
     if isinstance(group, dist.ProcessGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -242,6 +243,21 @@ class Offload:
 # Builds OffloadOptions from the config.
 
 
+def _expanded(section: str, path: str | None) -> str | None:
+    """Replace variables of the environment, such as $TMPDIR, and a leading ~ in a path.
+
+    Raises ConfigError for a variable that is not set: a folder of that name would lie in the working folder,
+    which nodes may share.
+    """
+    if path is None:
+        return None
+    found = os.path.expanduser(os.path.expandvars(path))
+    if "$" in found:
+        where = f"zero_optimization.{section}.nvme_path"
+        raise ConfigError([f"{where}: {path}: the worker's environment has no such variable"])
+    return found
+
+
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
     """Build OffloadOptions; ``state_count`` is how many tensors the optimizer keeps for each element."""
     zero = config.zero_optimization
@@ -251,8 +267,8 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
     return OffloadOptions(
         optimizer=Tier(optimizer.device),
         parameters=Tier(parameters.device),
-        optimizer_path=optimizer.nvme_path,
-        parameters_path=parameters.nvme_path,
+        optimizer_path=_expanded("offload_optimizer", optimizer.nvme_path),
+        parameters_path=_expanded("offload_param", parameters.nvme_path),
         pin=all(section.pin_memory for section in (optimizer, parameters) if section.device != "none"),
         ratio=float(optimizer.ratio),
         max_in_cpu_numel=int(parameters.max_in_cpu),
@@ -348,7 +364,7 @@ def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -
     """
     section = settings.zero_optimization.offload_param if settings is not None else None
     device = remote_device or (section.device if section is not None else "none")
-    path = section.nvme_path if section is not None else None
+    path = _expanded("offload_param", section.nvme_path) if section is not None else None
     if device == "nvme" and not path:
         raise ValueError('remote_device "nvme" needs a config with offload_param.nvme_path')
     if device not in ("none", "cpu", "nvme"):

@@ -140,12 +140,17 @@ def _warned(folder: str) -> str:
     engine, *_ = zlaunch.initialize(model=model, config=_with_adam(1))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="frozen")
+    engine, *_ = zlaunch.initialize(model=net(), config=_with_adam(1))
+    with contextlib.redirect_stdout(printed):
+        engine.load_checkpoint(folder, tag="frozen")
     return printed.getvalue()
 
 
 def test_state_of_frozen_parameters_that_is_not_loaded_is_said(tmp_path: Path) -> None:
     (text,) = run_workers(_warned, 1, str(tmp_path))
     assert "optimizer state of 6 frozen parameters is not loaded (layers.0." in text
+    assert "frozen has no optimizer state of 6 parameters that were frozen and train now (layers.0." in text
 
 
 def test_unfrozen_parameters_get_their_state_back(tmp_path: Path) -> None:

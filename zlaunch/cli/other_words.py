@@ -142,13 +142,23 @@ def spelled_out(words: Sequence[str], error: click.NoSuchOption) -> list[str] | 
 _OF_SBATCH = frozenset(
     {"account", "array", "constraint", "cpus_per_gpu", "cpus_per_task", "dependency", "exclusive", "mem"}
     | {"mem_per_cpu", "mem_per_gpu", "mail_type", "mail_user", "nice", "nodelist", "output", "partition"}
-    | {"gres", "licenses", "qos", "reservation", "signal"}
+    | {"gres", "licenses", "qos", "reservation", "signal", "begin", "comment", "deadline", "error", "exclude"}
+    | {"open_mode", "prefer", "switches", "tmp", "gpu_bind", "ntasks_per_node", "hint", "chdir", "export"}
 )
 """Options of sbatch that `zlaunch submit` does not have."""
 
 
 def _bare(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
+
+
+def _is_of_a_launch(name: str) -> bool:
+    """Tell whether `zlaunch SCRIPT` has this option."""
+    from dataclasses import fields
+
+    from zlaunch.plan.options import Launch
+
+    return any(field.name == name for field in fields(Launch))
 
 
 def unknown_option(error: click.NoSuchOption) -> str:
@@ -165,6 +175,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
         return f"{text}: `zlaunch slurm script` prints the batch file and submits nothing."
     if "--sbatch" in known and bare.replace("-", "_") in _OF_SBATCH:
         return f'{text}: in SLURM, use --sbatch "--{bare.replace("_", "-")}=VALUE"'
+    if "--zlaunch_args" in known and _is_of_a_launch(bare.replace("-", "_")):
+        return f'{text}: use --zlaunch_args "--{bare.replace("-", "_")} VALUE"'
     if "--num_gpus" in known and bare in _OF_THE_SCRIPT:
         return f"{text}. An option of the script goes after the script: SCRIPT {error.option_name}"
     if near := difflib.get_close_matches(error.option_name, known, n=1, cutoff=_LEAST_LIKENESS):

@@ -181,8 +181,9 @@ _HINTS = (
     ),
     (
         r"FileNotFoundError: .*checkpoint-\d+/trainer_state\.json",
-        "this checkpoint-N is incomplete: a worker was killed while it saved. To resume from the newest "
-        "complete one, call trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))",
+        "this checkpoint-N does not exist, or is incomplete: a worker was killed while it saved. To resume "
+        "from the newest complete one, call "
+        "trainer.train(resume_from_checkpoint=zlaunch.resume_dir(output_dir))",
     ),
     (
         r"gloo.*op\.preamble\.length <= op\.nbytes",

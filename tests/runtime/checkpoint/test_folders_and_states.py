@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -401,7 +403,8 @@ def _signal(folder: str) -> Any:
         checkpoint={"on_signal": True, "save_dir": str(saved), "asynchronous": True, "keep_last": 1}
     )
     base = Path(folder, "base")
-    engine.save_checkpoint(base, tag="global_step0")
+    with contextlib.redirect_stdout(io.StringIO()) as warned:
+        engine.save_checkpoint(base, tag="global_step0")
     engine.wait_for_checkpoint()
     engine.load_checkpoint(base, load_module_only=True)
     step(engine)
@@ -421,7 +424,11 @@ def _signal(folder: str) -> Any:
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit) as caught:
         step(engine)
-    engine.load_checkpoint(saved)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        engine.load_checkpoint(saved)
+    if engine.global_rank == 0:
+        assert f"but a save on a signal goes to checkpoint.save_dir ({saved})" in warned.getvalue()
+        assert "global_step2 was saved on a signal and has no client_state: set" in told.getvalue()
     return (
         caught.value.code,
         (base / "global_step0").exists(),

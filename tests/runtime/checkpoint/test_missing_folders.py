@@ -214,3 +214,13 @@ def test_a_load_says_that_other_ranks_make_another_global_batch(tmp_path: Path) 
     run_workers(_steps_and_saves, 2, f"{tmp_path}/b", {})
     ((_, said),) = run_workers(_steps_and_saves, 1, f"{tmp_path}/b", {"gradient_accumulation_steps": 2})
     assert "global batch" not in said
+
+
+def test_the_global_batch_before_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    """Not the mean over steps with several sizes, and advice that can be followed."""
+    run_workers(_steps_and_saves, 2, str(tmp_path), {})
+    run_workers(_steps_and_saves, 1, str(tmp_path), {})
+    said = [text for _, text in run_workers(_steps_and_saves, 3, str(tmp_path), {})]
+    assert "the global batch is 6 on 3 ranks, and was 2 on 1; 2 is not a multiple of 3 and cannot" in said[0]
+    said = [text for _, text in run_workers(_steps_and_saves, 2, str(tmp_path), {})]
+    assert "the global batch is 4 on 2 ranks, and was 6 on 3; to keep 6, change the micro-batch" in said[0]

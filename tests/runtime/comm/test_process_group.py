@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zlaunch
 from tests.runtime.workers import run_workers
@@ -57,3 +59,20 @@ def test_a_world_of_one_process_leaves_no_trace_in_the_environment() -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK")}
     done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "1 1.0 None\n"
+
+
+def _timeouts() -> list[float]:
+    """Return the timeouts in seconds of the groups of an engine, and of one that asks for another."""
+    zlaunch.init_distributed(timeout=timedelta(seconds=77))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = zlaunch.initialize(model=nn.Linear(2, 2), config=config)
+    asked = new_group([0, 1], timeout=timedelta(seconds=5))
+    groups = [dist.group.WORLD, engine.comm._world.reduce_group, asked]
+    cpu = torch.device("cpu")
+    found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups if group]
+    engine.destroy()
+    return found
+
+
+def test_the_timeout_that_a_script_asks_for_holds_for_all_groups() -> None:
+    assert run_workers(_timeouts, 2) == [[77.0, 77.0, 5.0]] * 2

@@ -63,6 +63,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "kill": ("zlaunch stop RUN",),
     "stop": ("RUN", "last"),
     "slurm submit --dry_run train.py": ("--dry_run", "zlaunch slurm script"),
+    "slurm script --exclude n3 train.py": ('--sbatch "--exclude=VALUE"',),
+    "slurm submit --spares 1 train.py": ('--zlaunch_args "--spares VALUE"',),
     "stop --timeout nan last": ("--timeout", "nan"),
     "clean": ("zlaunch ps --clean",),
     "lgos": ("zlaunch logs",),

@@ -217,3 +217,22 @@ def test_schema_has_only_what_a_schema_has() -> None:
     for part in (json_schema(), *json_schema()["$defs"].values()):
         for prop in part["properties"].values():
             assert not prop.keys() & {"aliases", "feature", "off", "why", "holds"}, json.dumps(prop)
+
+
+def test_a_path_on_the_nodes_own_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's scratch folder has its own name on each node and in each job."""
+    from zlaunch.runtime.offload.manager import offload_options
+
+    monkeypatch.setenv("TMPDIR", "/scratch/7")
+    monkeypatch.delenv("SCRATCH_OF_MINE", raising=False)
+
+    def options(path: str) -> Any:
+        section = {"device": "nvme", "nvme_path": path}
+        zero = {"stage": 3, "offload_optimizer": section, "offload_param": section}
+        return offload_options(load({"zero_optimization": zero}).config, 2)
+
+    found = options("$TMPDIR/nvme")
+    assert found.optimizer_path == found.parameters_path == "/scratch/7/nvme"
+    assert options("/local").optimizer_path == "/local"
+    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path: \$SCRATCH_OF_MINE/x: the worker's"):
+        options("$SCRATCH_OF_MINE/x")

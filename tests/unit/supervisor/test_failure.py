@@ -107,7 +107,10 @@ def test_report_hints_at_no_local_rank() -> None:
 def test_report_hints_at_an_incomplete_checkpoint_of_a_trainer() -> None:
     line = "FileNotFoundError: [Errno 2] No such file or directory: 'out/checkpoint-300/trainer_state.json'"
     text = report(Failure(0, "localhost", 0.0, "exception", 1, exception=line), [line], "log")
-    assert "hint: this checkpoint-N is incomplete" in text and "zlaunch.resume_dir(output_dir)" in text
+    assert (
+        "hint: this checkpoint-N does not exist, or is incomplete" in text
+        and "zlaunch.resume_dir(output_dir)" in text
+    )
 
 
 def test_report_names_the_arguments_that_stand_on_the_wrong_side() -> None:
