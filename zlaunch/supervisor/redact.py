@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, quote_plus
 
-from zlaunch.plan.plan import ASSIGNED, IN_ADDRESS, NOT_SHOWN, SECRET_WORDS, is_secret, without_secrets
+from zlaunch.plan.plan import (
+    IN_ADDRESS,
+    NOT_SHOWN,
+    SECRET_WORDS,
+    is_secret,
+    secret_assignment,
+    without_secrets,
+)
 from zlaunch.system.events import Event, decode
 
 # -- redact -----------------------------------------------------------------------------------------
@@ -76,7 +83,6 @@ IN_CONTEXT = {
 """Secrets that can be told by what stands before them. The group is what is taken out."""
 
 _WORD = re.compile(SECRET_WORDS, re.IGNORECASE)
-_VALUE_OF_SECRET = re.compile(rf"({ASSIGNED})([\s\S]*)", re.IGNORECASE)
 _NAME_END = re.compile(r"[\w.-]*")
 _NAME_START = re.compile(r"[\w.-]*\Z")
 _GAP = r"((?:[ \t]|\x1b\[[0-9;]*m)*)"  # blanks and colours
@@ -137,8 +143,10 @@ def redact_arguments(arguments: Sequence[str], values: Sequence[str] = ()) -> tu
     for argument in arguments:
         if name and not argument.startswith("-") and not _is_harmless(name, argument):
             shown.append(NOT_SHOWN)
-        elif (found := _VALUE_OF_SECRET.search(argument)) and not _is_harmless(found[1], found[2]):
-            shown.append(argument[: found.start(2)] + NOT_SHOWN)  # all of it, blanks too
+        elif (found := secret_assignment(argument)) and not _is_harmless(
+            argument[slice(*found)], argument[found[1] :]
+        ):
+            shown.append(argument[: found[1]] + NOT_SHOWN)  # all of it, blanks too
         else:
             shown.append(redact(argument, values)[0])
         is_name = argument.startswith("-") and "=" not in argument and is_secret(argument)
