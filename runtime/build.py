@@ -25,6 +25,7 @@ from .comm.collectives import Comm
 from .comm.nodes import divides_layers, find_shard_group, make_link
 from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
+from .compile import compile_blocks
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
 from .data import EngineLoader
 from .engine import Engine
@@ -168,8 +169,8 @@ def build_engine(
     loss_parts = share_sequences(model, effective.config, comm)
 
     # 5. What the script may replace by its own: trackers, precision, optimizer. Whether the optimizer suits
-    #    the config is checked before memory is taken. Checkpointed activations wrap forwards, and a stage's
-    #    forwards wrap those: in this order.
+    #    the config is checked before memory is taken. Checkpointed activations wrap compiled forwards, and a
+    #    stage's forwards wrap those: in this order.
     monitor = open_monitor(effective, comm)
     precision = settle_precision(effective.config, comm)
     overflow_hint = find_overflow_hint(model, effective.config)
@@ -177,6 +178,7 @@ def build_engine(
         warn(f"if gradients overflow: {overflow_hint}")
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     _tell_overridden(effective, comm, optimizer, client, lr_scheduler)
+    compile_blocks(model, effective.config.compile, comm.mesh, warns=comm.rank == 0)
     checkpointing.apply(model, loaded.config.activation_checkpointing, comm, loss_parts)
     if pipeline is not None:
         install_forwards(pipeline.sequence, pipeline.passes)

@@ -257,7 +257,7 @@ class _CheckpointedForward:
 
 def has_blocks(model: nn.Module) -> bool:
     """Tell whether a model has blocks that :func:`checkpoint_blocks` would find."""
-    return bool(_blocks_of(model))
+    return bool(blocks_of(model))
 
 
 def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -> list[str]:
@@ -286,7 +286,7 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
             del module.forward
             if present.own:
                 module.forward = present.forward
-    blocks = _blocks_of(model)
+    blocks = blocks_of(model)
     if not blocks:
         raise ValueError(
             "found no blocks to checkpoint (members of a ModuleList): call zlaunch.checkpointing.checkpoint "
@@ -301,23 +301,27 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
     count = len(free) if number is None else min(number, len(free))
     chosen = [free[index * len(free) // count] for index in range(count)]
     if chosen:
-        _switch_off_caches(model)
+        switch_off_caches(model, "checkpointed blocks cannot fill a KV cache")
     for _, block in chosen:
         block.forward = _CheckpointedForward(block)
     return [name for name, _ in chosen]
 
 
-def _switch_off_caches(model: nn.Module) -> None:
-    """Switch off caches of keys and values: a block would fill its cache again when it runs again."""
+def switch_off_caches(model: nn.Module, why: str) -> None:
+    """Switch off a model's caches of keys and values, and warn with the reason.
+
+    A checkpointed block would fill its cache again when it runs again; in a compiled block the cache of each
+    layer is another graph.
+    """
     configs = [getattr(module, "config", None) for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", False) is True]
     for config in caching:
         config.use_cache = False  # type: ignore[union-attr]
     if caching:
-        _warn("set use_cache=False in the model's config: checkpointed blocks cannot fill a KV cache")
+        _warn(f"set use_cache=False in the model's config: {why}")
 
 
-def _blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List a model's blocks with their names. A Sequential of modules without parts, in a list, is one."""
     found: dict[str, nn.Module] = {}
     for name, block in find_modules(model):

@@ -393,6 +393,9 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         _refuse_with_axes(config, report, "tensor parallelism")
     elif expert_size(config) > 1:
         _refuse_with_axes(config, report, "expert parallelism")
+    elif sequence_size(config) > 1 and config.compile.enabled:
+        why = "is not supported together with sequence parallelism yet; remove one"
+        problems.append(("compile.enabled", why))
     if parallel.shard_group is None:
         return config
     if zero.shard_group not in ("world", parallel.shard_group):
@@ -417,6 +420,7 @@ def _refuse_with_axes(config: Config, report: ConfigReport, feature: str) -> Non
         f"{shards}.zero_quantized_gradients": zero.zero_quantized_gradients,
         "checkpoint.use_node_local_storage": config.checkpoint.use_node_local_storage,
         "checkpoint.in_memory": config.checkpoint.in_memory is not None,
+        "compile.enabled": config.compile.enabled,
     }
     for name, is_given in refused.items():
         if is_given:

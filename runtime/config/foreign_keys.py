@@ -129,7 +129,10 @@ _QUANTIZED = ForeignKey(
     note="zlaunch does not train quantized weights: load the model in bf16 or fp16 and shard it, write "
     '"zero_optimization": {"stage": 3}'
 )
-_COMPILE = ForeignKey(note="compile the model in the script: model = torch.compile(model)")
+_COMPILE = ForeignKey(("compile.enabled",), _switch("compile.enabled"))
+_DYNAMO = ForeignKey(
+    ("compile.backend",), note='write "compile": {"enabled": true, "backend": "inductor", "kwargs": {...}}'
+)
 _TENSOR = _number("parallel.tensor", off=(0, 1))
 _PIPELINE = _number("parallel.pipeline", off=(0, 1))
 _EXPERT = _number("parallel.expert", off=(0, 1))
@@ -258,7 +261,8 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(_ADAPTER, "lora", "use_lora", "qlora", "peft", "peft_config", "lora_config", "adapter"),
     **_spelled(_ADAPTER, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_rank"),
     **_spelled(_QUANTIZED, "load_in_8bit", "load_in_4bit", "quantization_config"),
-    **_spelled(_COMPILE, "torch_compile", "use_torch_compile", "compile_model", "dynamo_config"),
+    **_spelled(_COMPILE, "torch_compile", "use_torch_compile", "compile_model"),
+    "dynamo_config": _DYNAMO,
     **_spelled(_option("--num_gpus"), "nproc_per_node", "num_gpus", "gpus", "n_gpus", "devices"),
     **_spelled(_option("--num_gpus"), "num_gpus_per_node", "gpus_per_node"),
     **_spelled(_option("--num_nodes"), "nnodes", "num_nodes", "num_machines"),

@@ -175,6 +175,18 @@ class ActivationCheckpointing(Section):
     key)."""
 
 
+@with_missing("compile")
+class Compile(Section):
+    """torch.compile of the model's blocks."""
+
+    enabled: Bool = ok(False)
+    """Compile the forward of every transformer block; does not go with parallel axes other than data."""
+    backend: str = ok("inductor")
+    """Backend of torch.compile. "inductor" needs a C++ compiler, also on GPUs."""
+    kwargs: dict[str, Any] = ok({})
+    """More arguments of torch.compile, such as {"dynamic": true}."""
+
+
 @with_missing("checkpoint.writer")
 class Writer(Section):
     """How checkpoint files are written."""
@@ -442,6 +454,8 @@ class Config(Section):
     """Disk access."""
     activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
     """Activation checkpointing."""
+    compile: Compile = section(Compile)
+    """torch.compile."""
     expert_parallel: ExpertParallel = section(ExpertParallel)
     """Expert parallelism."""
     pipeline: Pipeline = section(Pipeline)

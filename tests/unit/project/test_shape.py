@@ -38,6 +38,7 @@ ORDER = (
                 "optim",
                 "offload",
                 "activation",
+                "compile",
             ),
             *("checkpoint", "engine", "parallel", "memory", "observe", "arguments", "script", "build"),
             "api",
