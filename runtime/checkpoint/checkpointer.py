@@ -96,6 +96,8 @@ class Checkpointer:
         """Folder of the last save, or of the checkpoint that the run was resumed from."""
         self._saves_for_stop = False
         """Whether the save under way is one that a signal has asked for."""
+        self._has_saved = False
+        """Whether the script has saved, so that the folder of its saves was checked."""
         self.save_weights = save_weights
 
     def wait(self) -> None:
@@ -179,7 +181,8 @@ class Checkpointer:
         source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
-        self._note_folder(folder)
+        self._check_stop_folder(folder)
+        self._folder = folder
 
         def tell(path: Path) -> None:
             self._tell(path, steps, save_latest)
@@ -397,7 +400,7 @@ class Checkpointer:
                 self._restore_training_state(facts, schedule)
                 # `folder` may be one checkpoint itself. A save that a signal asks for must not go into that.
                 if checkpoint.folder.parent == folder:
-                    self._note_folder(folder)
+                    self._folder = folder
             if self._comm.rank == 0:
                 saved = checkpoint.manifest
                 say(
@@ -455,16 +458,15 @@ class Checkpointer:
         starts = schedule is None and hasattr(self._run.lr_scheduler, "load_state_dict")
         return OF_SCHEDULES if starts else ()
 
-    def _note_folder(self, folder: Path) -> None:
-        """Note where the script keeps its checkpoints; warn once where a signal's save would go elsewhere."""
-        is_first = self._folder is None
-        self._folder = folder
-        if not is_first or self._stop_folder in (None, folder) or self._comm.rank:
+    def _check_stop_folder(self, folder: Path) -> None:
+        """Warn at the script's first save where a signal's save would go elsewhere."""
+        if self._has_saved or self._saves_for_stop or not self._options.on_signal or self._comm.rank:
             return
-        if self._options.on_signal:
+        self._has_saved = True
+        if self._stop_folder not in (None, folder):
             warn(
-                f"the script keeps its checkpoints in {folder}, but a save on a signal goes to "
-                f"checkpoint.save_dir ({self._stop_folder}): remove save_dir, or load from there too"
+                f"the script saves to {folder}, but a save on a signal goes to checkpoint.save_dir "
+                f"({self._stop_folder}): remove save_dir, or save to it, too"
             )
 
     def _base_rates(self) -> dict[int, tuple[str, float]]:
@@ -493,10 +495,10 @@ class Checkpointer:
         now = self._global_batch
         if ranks == self._comm.world_size or not steps or not now:
             return
-        before, rest = counters.get(_BATCH), 0
-        if (
-            not before
-        ):  # a checkpoint of a former version, or of DeepSpeed: right unless it has changed before
+        before = counters.get(_BATCH)
+        rest = 0
+        if not before:
+            # By a former version, or DeepSpeed. Wrong only where the batch has changed before.
             before, rest = divmod(counters["global_samples"], steps)
         if rest or before == now:
             return

@@ -427,7 +427,10 @@ def _signal(folder: str) -> Any:
     with contextlib.redirect_stdout(io.StringIO()) as told:
         engine.load_checkpoint(saved)
     if engine.global_rank == 0:
-        assert f"but a save on a signal goes to checkpoint.save_dir ({saved})" in warned.getvalue()
+        assert (
+            f"saves to {base}, but a save on a signal goes to checkpoint.save_dir ({saved})"
+            in warned.getvalue()
+        )
         assert "global_step2 was saved on a signal and has no client_state: set" in told.getvalue()
     return (
         caught.value.code,
