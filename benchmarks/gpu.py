@@ -19,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.large import SIZES, flops_of_a_token
+from zlaunch.system.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent
 _STAGES = tuple(f"stage {stage}" for stage in range(4))
@@ -125,6 +127,7 @@ def run(part: Part, limit_s: float, log: Path, *, rehearse: bool) -> dict[str, A
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # or it would hold the GPU for nobody
         )
         try:
             text = process.communicate(timeout=limit_s)[0]
@@ -156,12 +159,15 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _last_json(text: str) -> Any:
-    """The last thing that was printed as JSON, on one line or on several."""
-    lines = text.strip().splitlines()
+    """Return the last object that was printed as JSON, on one line or on several; more may follow it, such as
+    a library's farewell.
+    """
+    lines = text.splitlines()
+    decoder = json.JSONDecoder()
     for start in range(len(lines) - 1, -1, -1):
         if lines[start].startswith("{"):
             try:
-                return json.loads("\n".join(lines[start:]))
+                return decoder.raw_decode("\n".join(lines[start:]))[0]
             except ValueError:
                 continue
     return None
@@ -221,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--parts", default="all", help="first, second, all, or names with commas")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit for all parts")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    default = Path(os.environ.get("OUT", "gpu-results"))
+    parser.add_argument("--out", type=Path, default=default, help="default: $OUT, or gpu-results")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args(argv)
     known = {part.name: part for part in GROUPS["all"]}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Part, flops_of_a_token, goals, main, run
+from tests.limits import wait_until
 
 
 def test_parts_that_fail_are_recorded_and_the_others_go_on(
@@ -60,6 +64,34 @@ def test_what_was_measured_stays(
         with pytest.raises(SystemExit):
             main(["--out", str(tmp_path)])
         assert words in capsys.readouterr().err
+
+
+def test_what_follows_a_result_does_not_hide_it(tmp_path: Path) -> None:
+    code = "print('{'); print('{\\n \"step_s\": 2}'); print('a library says goodbye')"
+    found = run(Part("talks", ("timeit", "-n1", "-r1", code), 60), 60, tmp_path / "log", rehearse=False)
+    assert found["result"] == {"step_s": 2}
+
+
+def test_a_part_ends_with_the_command_that_was_killed(tmp_path: Path) -> None:
+    """What was finished before is in the file, and nothing holds the GPU."""
+    (tmp_path / "in.json").write_text('{"step_s": 1.5}')
+    pid = tmp_path / "pid"
+    sleeps = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"""
+from benchmarks import gpu
+gpu.GROUPS = {{"all": (
+    gpu.Part("good", ("json.tool", "--compact", {str(tmp_path / "in.json")!r}), 60, ()),
+    gpu.Part("long", ("timeit", "-n1", "-r1", {sleeps!r}), 600, ()),
+)}}
+gpu.main(["--rehearse"])
+"""
+    env = {**os.environ, "OUT": str(tmp_path / "kept"), "PYTHONPATH": str(gpu.ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: pid.exists() and pid.read_text() != "", "the part runs")
+        process.kill()
+    wait_until(lambda: not Path("/proc", pid.read_text()).exists(), "the part has ended")
+    results = json.loads((tmp_path / "kept" / "results.json").read_text())
+    assert results["good"]["result"] == {"step_s": 1.5} and "long" not in results
 
 
 @pytest.mark.exhaustive
