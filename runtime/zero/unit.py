@@ -47,8 +47,12 @@ class ExternalWrites:
         self._unit = unit
         self._exposed = False
         self._versions = self._references = 0
-        self._rounded: Tensor | None = None
-        """Keeps this rank's slice of a unit that was rounded on its way, as it has arrived."""
+        self._arrived: Tensor | None = None
+        """Keeps this rank's slice of an exposed unit as it has arrived, where the store has other values: the
+        unit was rounded on its way, or a backward pass steps it.
+        """
+        self._is_stepped = False
+        """Tells that a backward pass steps the store of a sharded unit that is still gathered."""
         self._each: list[int] = []
         """Keeps each parameter's version when a sharded unit was gathered."""
         self._masters_ahead = False
@@ -68,8 +72,8 @@ class ExternalWrites:
 
     def expose(self) -> None:
         """Note that ``data`` of a parameter has been handed out: later changes of it leave no trace."""
-        if self._unit.is_rounded and not self._exposed:
-            self._rounded = self._unit.own_part().clone()
+        if (self._unit.is_rounded or self._is_stepped) and not self._exposed:
+            self._arrived = self._unit.own_part().clone()
         self._exposed = True
         if self._masters_ahead and self._before is None:
             self._before = self._unit.full.clone()
@@ -82,6 +86,10 @@ class ExternalWrites:
         self._masters_ahead = self.has_separate_masters
         if self._masters_ahead and self._exposed:
             self._before = self._unit.full.clone()
+        self._is_stepped = self._unit.shard_params
+        if self._is_stepped and self._exposed and self._arrived is None:
+            values = self._unit.values.tensor
+            self._arrived = None if values is None else values.clone()
 
     def forget(self) -> None:
         """Note that the masters agree with the parameters."""
@@ -100,7 +108,8 @@ class ExternalWrites:
         """Note that the unit has been gathered: what is written from now on is lost when it is resharded."""
         if self._unit.shard_params:
             self._exposed = False
-            self._rounded = None
+            self._arrived = None
+            self._is_stepped = False
             self._each = [parameter._version for parameter in self._unit.parameters]
 
     def find_lost(self) -> str | None:
@@ -111,7 +120,7 @@ class ExternalWrites:
         for parameter, name, before in zip(unit.parameters, unit.names, self._each, strict=False):
             if parameter._version != before:
                 return name
-        arrived = unit.values.tensor if self._rounded is None else self._rounded
+        arrived = unit.values.tensor if self._arrived is None else self._arrived
         if not self._exposed or arrived is None:
             return None
         unit.values.flush()

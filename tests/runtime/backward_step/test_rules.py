@@ -284,3 +284,33 @@ def test_a_use_after_the_step_is_an_error(stage: int, how: str) -> None:
         "detached": ("has changed it", "modified by an inplace operation", "used again after its step"),
     }
     assert any(text in said for text in expected[how]), said
+
+
+def _data_in_the_forward(change: float) -> str:
+    """Train at stage 3 with a forward that takes ``data`` of a parameter of the root unit and multiplies it;
+    return the error. That unit stays gathered until all is stepped.
+    """
+    join()
+    model: Any = net().double()
+    inner = model.head.forward
+
+    def forward(x: Tensor) -> Any:
+        data = model.head.weight.data
+        if change != 1.0:
+            data.mul_(change)
+        return inner(x)
+
+    with_forward(model.head, forward)
+    engine, *_ = zlaunch.initialize(model=model, config=config(3, SAMPLES, zero={"step_in_backward": True}))
+    try:
+        train_engine(engine, batches(3, SAMPLES))
+    except ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("change", [1.0, 1.5])
+def test_a_forward_that_reads_data_at_stage_3_is_no_write(change: float) -> None:
+    """The values of a stepped unit differ from what was gathered: only a write of the script is an error."""
+    (said,) = run_workers(_data_in_the_forward, 1, change)
+    assert ("was changed in place while gathered" in said) == (change != 1.0), said
