@@ -7,12 +7,13 @@ around the graph, so they break none. Equal blocks share one graph: dynamo takes
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .activation.checkpointing import blocks_of, switch_off_caches
+from .activation.checkpointing import CheckpointedForward, blocks_of, switch_off_caches
 from .config import ConfigError
 from .config.schema import Compile
 from .log import warn
@@ -22,23 +23,28 @@ from .mesh import MeshShape
 class _CompiledForward:
     """Replaces a block's ``forward``. A copy of the block, pickled or not, has the plain forward."""
 
-    def __init__(self, block: nn.Module, options: dict[str, Any]) -> None:
-        self._plain = block.forward
-        self._compiled = torch.compile(block.forward, **options)
-        functools.update_wrapper(self, block.forward)
+    def __init__(
+        self, block: nn.Module, plain: Callable[..., Any], options: dict[str, Any], *, own: bool
+    ) -> None:
+        self.block = block
+        self.plain = plain
+        self.own = own
+        """Tells whether the plain forward was the block's own attribute, not its class's method."""
+        self._compiled = torch.compile(plain, **options)
+        functools.update_wrapper(self, plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (self._plain,)
+        return functools.partial, (self.plain,)
 
 
 def compile_blocks(model: nn.Module, section: Compile, mesh: MeshShape, *, warns: bool = True) -> list[str]:
     """Compile the blocks of a model, if the config says so, and return their names.
 
-    Call this before activations are checkpointed, which wraps the compiled forward. A block that is compiled
-    already, by the script or by an earlier engine, stays as it is.
+    Call this before activations are checkpointed, which wraps the compiled forward. A block that the script
+    has compiled stays as it is. What an earlier engine has compiled is undone.
 
     Args:
         model: The model.
@@ -50,6 +56,7 @@ def compile_blocks(model: nn.Module, section: Compile, mesh: MeshShape, *, warns
         ConfigError: An argument is not torch's, the model has no blocks, or ranks share each layer: their
             collectives are no part of a graph.
     """
+    _restore(model)
     if not section.enabled:
         return []
     for axis in mesh.axes:  # those of the config are rejected before; a script may bring others
@@ -67,21 +74,46 @@ def compile_blocks(model: nn.Module, section: Compile, mesh: MeshShape, *, warns
                 "call model.compile() in the script instead"
             ]
         )
-    free = [(name, block) for name, block in blocks if not _is_compiled(block)]
+    free = [(name, block) for name, block in blocks if block._compiled_call_impl is None]
     if len(free) < len(blocks) and warns:
-        warn(f"compile: {len(blocks) - len(free)} blocks are compiled already and stay as they are")
+        warn(f"compile: {len(blocks) - len(free)} blocks are compiled by the script and stay as they are")
     switch_off_caches(model, "with a KV cache, each compiled layer would need a graph of its own")
     options = {**section.kwargs, "backend": section.backend}
     for _, block in free:
         try:
-            block.forward = _CompiledForward(block, options)
+            _compile(block, options)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError([f"compile.kwargs: torch.compile rejects them: {error}"]) from None
     return [name for name, _ in free]
 
 
-def _is_compiled(block: nn.Module) -> bool:
-    """Tell whether a block is compiled, also below the forward of an earlier engine's checkpointing."""
-    forward = block.forward
-    inner = getattr(forward, "forward", forward)
-    return block._compiled_call_impl is not None or isinstance(inner, _CompiledForward)
+def _compile(block: nn.Module, options: dict[str, Any]) -> None:
+    """Compile a block's forward, below the checkpointing of an earlier engine where that is still there."""
+    around = _checkpointing_of(block)
+    if around is None:
+        own = "forward" in block.__dict__
+        block.forward = _CompiledForward(block, block.forward, options, own=own)
+    else:
+        around.forward = _CompiledForward(block, around.forward, options, own=around.own)
+        around.own = True
+
+
+def _checkpointing_of(block: nn.Module) -> CheckpointedForward | None:
+    forward = block.__dict__.get("forward")
+    return forward if isinstance(forward, CheckpointedForward) else None
+
+
+def _restore(model: nn.Module) -> None:
+    """Give blocks that an earlier engine has compiled their plain forwards, also below its checkpointing."""
+    for module in model.modules():
+        around = _checkpointing_of(module)
+        compiled = module.__dict__.get("forward") if around is None else around.forward
+        if not isinstance(compiled, _CompiledForward) or compiled.block is not module:
+            continue
+        if around is not None:
+            around.forward = compiled.plain
+            around.own = compiled.own
+        elif compiled.own:
+            module.forward = compiled.plain
+        else:
+            del module.forward

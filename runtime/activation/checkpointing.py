@@ -234,7 +234,7 @@ def _keep_elsewhere() -> AbstractContextManager[Any]:
 # -- blocks of a model
 
 
-class _CheckpointedForward:
+class CheckpointedForward:
     """Replaces a block's ``forward``, inside ``__call__``: hooks run around it, once.
 
     A copy of the block, pickled or not, has the plain forward.
@@ -282,7 +282,7 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
         raise ValueError(f"number_checkpoints must be 0 or more, got {number}")
     for module in model.modules():
         present = module.__dict__.get("forward")
-        if isinstance(present, _CheckpointedForward) and present.module is module:
+        if isinstance(present, CheckpointedForward) and present.module is module:
             del module.forward
             if present.own:
                 module.forward = present.forward
@@ -303,7 +303,7 @@ def checkpoint_blocks(model: nn.Module, number_checkpoints: int | None = None) -
     if chosen:
         switch_off_caches(model, "checkpointed blocks cannot fill a KV cache")
     for _, block in chosen:
-        block.forward = _CheckpointedForward(block)
+        block.forward = CheckpointedForward(block)
     return [name for name, _ in chosen]
 
 

@@ -512,7 +512,11 @@ class Checkpointer:
         elif is_exact:
             advice = f"to keep {before}, set gradient_accumulation_steps to {more}"
         else:
-            advice = f"to keep {before}, change the micro-batch size"
+            micro = before / (samples * accumulation)
+            size = (
+                f"set train_micro_batch_size_per_gpu to {micro:g}" if micro % 1 == 0 else "change both sizes"
+            )
+            advice = f"to keep {before}, {size}"
         say(f"the global batch is {now} on {here}, and was {before} on {ranks}; {advice}")
 
     def _tell_rates(self, given: Mapping[int, tuple[str, float]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -243,19 +244,33 @@ class Offload:
 # Builds OffloadOptions from the config.
 
 
-def _expanded(section: str, path: str | None) -> str | None:
-    """Replace variables of the environment, such as $TMPDIR, and a leading ~ in a path.
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
-    Raises ConfigError for a variable that is not set: a folder of that name would lie in the working folder,
-    which nodes may share.
+
+def _nvme_path(section: str, device: str, given: str | None) -> str | None:
+    """Return the folder that a section names on the drive, with the values of variables, such as $TMPDIR.
+
+    It stays as it is written where there is such a folder, and where nothing is offloaded to it.
+
+    Raises ConfigError for a variable that is not set, or empty: its folder would be made in the working
+    folder, which nodes may share, or in the root.
     """
-    if path is None:
-        return None
-    found = os.path.expanduser(os.path.expandvars(path))
-    if "$" in found:
+    if given is None or device != "nvme":
+        return given
+    path = os.path.expanduser(given)
+    if os.path.isdir(path):
+        return path
+
+    def value(found: re.Match[str]) -> str:
+        variable = found[1] or found[2]
+        known = os.environ.get(variable)
+        if known:
+            return known
+        state = "has no variable" if known is None else "has an empty"
         where = f"zero_optimization.{section}.nvme_path"
-        raise ConfigError([f"{where}: {path}: the worker's environment has no such variable"])
-    return found
+        raise ConfigError([f"{where}: {given}: the worker's environment {state} {variable}"])
+
+    return _VARIABLE.sub(value, path)
 
 
 def offload_options(config: Config, state_count: int) -> OffloadOptions:
@@ -267,8 +282,8 @@ def offload_options(config: Config, state_count: int) -> OffloadOptions:
     return OffloadOptions(
         optimizer=Tier(optimizer.device),
         parameters=Tier(parameters.device),
-        optimizer_path=_expanded("offload_optimizer", optimizer.nvme_path),
-        parameters_path=_expanded("offload_param", parameters.nvme_path),
+        optimizer_path=_nvme_path("offload_optimizer", optimizer.device, optimizer.nvme_path),
+        parameters_path=_nvme_path("offload_param", parameters.device, parameters.nvme_path),
         pin=all(section.pin_memory for section in (optimizer, parameters) if section.device != "none"),
         ratio=float(optimizer.ratio),
         max_in_cpu_numel=int(parameters.max_in_cpu),
@@ -364,7 +379,7 @@ def init_stores(settings: Config | None, remote_device: str | None, pin: bool) -
     """
     section = settings.zero_optimization.offload_param if settings is not None else None
     device = remote_device or (section.device if section is not None else "none")
-    path = _expanded("offload_param", section.nvme_path) if section is not None else None
+    path = _nvme_path("offload_param", device, section.nvme_path) if section is not None else None
     if device == "nvme" and not path:
         raise ValueError('remote_device "nvme" needs a config with offload_param.nvme_path')
     if device not in ("none", "cpu", "nvme"):

@@ -156,9 +156,27 @@ def test_what_cannot_be_compiled_is_rejected(capsys: pytest.CaptureFixture[str])
     model.layers[0].compile(backend="eager")
     capsys.readouterr()
     _initialize(model).destroy()
-    assert "compile: 1 blocks are compiled already and stay as they are" in capsys.readouterr().out
-    _initialize(model).destroy()
-    assert f"compile: {len(model.layers)} blocks are compiled already" in capsys.readouterr().out
+    assert "compile: 1 blocks are compiled by the script and stay as they are" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_next_engine_compiles_as_its_own_config_says(checkpointed: bool) -> None:
+    model: Any = net()
+    inputs = torch.zeros(1, 6, dtype=torch.long)
+    recompute: dict[str, Any] = {"activation_checkpointing": {"enabled": True}} if checkpointed else {}
+    graphs = []
+    for section in (
+        {"enabled": True, "backend": "eager"},
+        {"enabled": False},
+        {"enabled": True, "backend": "aot_eager"},
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        engine = zlaunch.initialize(model=model, config=config(0, 1, compile=section, **recompute))[0]
+        engine.backward(engine(inputs).sum())
+        graphs.append((counters["stats"]["unique_graphs"], counters["aot_autograd"]["total"] > 0))
+        engine.destroy()
+    assert graphs == [(1, False), (0, False), (1, True)]
 
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence", "expert", "pipeline"])

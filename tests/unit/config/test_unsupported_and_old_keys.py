@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,7 +220,7 @@ def test_schema_has_only_what_a_schema_has() -> None:
             assert not prop.keys() & {"aliases", "feature", "off", "why", "holds"}, json.dumps(prop)
 
 
-def test_a_path_on_the_nodes_own_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_on_the_nodes_own_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job's scratch folder has its own name on each node and in each job."""
     from zlaunch.runtime.offload.manager import offload_options
 
@@ -234,5 +235,14 @@ def test_a_path_on_the_nodes_own_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     found = options("$TMPDIR/nvme")
     assert found.optimizer_path == found.parameters_path == "/scratch/7/nvme"
     assert options("/local").optimizer_path == "/local"
-    with pytest.raises(ConfigError, match=r"offload_optimizer.nvme_path: \$SCRATCH_OF_MINE/x: the worker's"):
+    with pytest.raises(
+        ConfigError, match=r"offload_optimizer.nvme_path: \$SCRATCH_OF_MINE/x: the .* no variable SCRATCH"
+    ):
         options("$SCRATCH_OF_MINE/x")
+    monkeypatch.setenv("SCRATCH_OF_MINE", "")
+    with pytest.raises(ConfigError, match="the worker's environment has an empty SCRATCH_OF_MINE"):
+        options("${SCRATCH_OF_MINE}/x")  # it would be a folder of the root
+    (tmp_path / "$SCRATCH_OF_MINE").mkdir()
+    assert options(f"{tmp_path}/$SCRATCH_OF_MINE").optimizer_path == f"{tmp_path}/$SCRATCH_OF_MINE"
+    unused = {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "$SCRATCH_OF_MINE"}}
+    assert offload_options(load({"zero_optimization": unused}).config, 2).parameters_path is not None
