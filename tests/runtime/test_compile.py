@@ -66,7 +66,7 @@ def _train(case: str, backend: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_blocks_train_like_plain_torch(case: str) -> None:
     for found in run_workers(_train, 2, case, "aot_eager"):
