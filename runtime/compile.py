@@ -59,7 +59,7 @@ def compile_blocks(model: nn.Module, section: Compile, mesh: MeshShape, *, warns
     _restore(model)
     if not section.enabled:
         return []
-    for axis in mesh.axes:  # those of the config are rejected before; a script may bring others
+    for axis in mesh.axes:  # the config was checked before; a script can bring its own mesh
         if axis != "data":
             raise ConfigError([f"compile.enabled: does not go with parallel.{axis} above 1: set it to false"])
     known = torch._dynamo.list_backends(exclude_tags=())
@@ -77,7 +77,9 @@ def compile_blocks(model: nn.Module, section: Compile, mesh: MeshShape, *, warns
     free = [(name, block) for name, block in blocks if block._compiled_call_impl is None]
     if len(free) < len(blocks) and warns:
         warn(f"compile: {len(blocks) - len(free)} blocks are compiled by the script and stay as they are")
-    switch_off_caches(model, "with a KV cache, each compiled layer would need a graph of its own")
+    switch_off_caches(model, "a KV cache would need one graph per compiled layer")
+    if "backend" in section.kwargs:
+        raise ConfigError(["compile.kwargs: set the backend in compile.backend"])
     options = {**section.kwargs, "backend": section.backend}
     for _, block in free:
         try:

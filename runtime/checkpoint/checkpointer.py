@@ -95,9 +95,9 @@ class Checkpointer:
         self._folder: Path | None = None
         """Folder of the last save, or of the checkpoint that the run was resumed from."""
         self._saves_for_stop = False
-        """Whether the save under way is one that a signal has asked for."""
+        """Marks the save that a signal has asked for."""
         self._has_saved = False
-        """Whether the script has saved, so that the folder of its saves was checked."""
+        """Tells that the script has saved, and that the folder of its saves was checked."""
         self.save_weights = save_weights
 
     def wait(self) -> None:
@@ -508,7 +508,7 @@ class Checkpointer:
         here = counted(self._comm.world_size, "rank")
         samples = self._comm.mesh.samples
         if before % samples:
-            advice = f"{before} is not a multiple of {samples} and cannot be kept on so many"
+            advice = f"{before} cannot be kept: it is not a multiple of {samples}"
         elif is_exact:
             advice = f"to keep {before}, set gradient_accumulation_steps to {more}"
         else:

@@ -70,7 +70,7 @@ class OffloadParam(Section):
     device: Device = ok("none")
     """Where to store parameter shards: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive. "~" is the home folder; variables such as $TMPDIR are those of the worker."""
+    """Folder on the NVMe drive. Each worker expands "~" and environment variables such as $TMPDIR."""
     buffer_count: Count = always(5, "zlaunch allocates buffers on demand")
     """Buffers for NVMe transfers."""
     buffer_size: Bucket = always(100_000_000, "each buffer fits its parameter")
@@ -88,7 +88,7 @@ class OffloadOptimizer(Section):
     device: Device = ok("none")
     """Where to store optimizer state: none (on the GPU), cpu or nvme."""
     nvme_path: str | None = ok(None)
-    """Folder on the NVMe drive. "~" is the home folder; variables such as $TMPDIR are those of the worker."""
+    """Folder on the NVMe drive. Each worker expands "~" and environment variables such as $TMPDIR."""
     buffer_count: Count = ok(4)
     """Tiles in host memory at the same time during the NVMe step."""
     pin_memory: Bool = ok(True)

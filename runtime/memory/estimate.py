@@ -131,9 +131,9 @@ def plan(s: Setting) -> MemoryPlan:
 def nccl_bytes(mesh: MeshShape, *, has_shard_groups: bool = False) -> int:
     """Estimate what NCCL takes of a GPU's memory for its own buffers, from the first collective on.
 
-    Counted are the communicators: two of the ranks that share a model's states (one gathers while the other
-    reduces), two of those with the same experts, two where ``has_shard_groups`` (units are sharded over some
-    of the ranks), and one of each further axis with several ranks. The size of one is assumed, not measured.
+    There are two communicators for the data-parallel ranks (one gathers while the other reduces), two more
+    for expert parallelism, two more with ``has_shard_groups`` (units sharded over some of the ranks), and one
+    for each further axis. The size of one is assumed, not measured.
     """
     if mesh.ranks == 1:
         return 0

@@ -150,6 +150,8 @@ def test_what_cannot_be_compiled_is_rejected(capsys: pytest.CaptureFixture[str])
         ConfigError, match=r"compile.backend: unknown backend 'inducter'; torch has .*inductor"
     ):
         _initialize(net(), backend="inducter")
+    with pytest.raises(ConfigError, match=r"compile.kwargs: set the backend in compile.backend"):
+        _initialize(net(), kwargs={"backend": "inductor"})
     with pytest.raises(ConfigError, match=r"compile.kwargs: torch.compile rejects them: .*modes"):
         _initialize(net(), kwargs={"modes": "default"})
     model: Any = net()

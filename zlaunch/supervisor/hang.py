@@ -314,7 +314,7 @@ def where(
 def _positions(
     texts: Mapping[int, str], standing: Mapping[int, Stand], asked: Iterable[int]
 ) -> tuple[dict[int, Position], list[int]]:
-    """Find the ranks' positions; list those of which nothing is known."""
+    """Return the position of each rank, and the ranks without an answer."""
     positions: dict[int, Position] = {}
     silent = []
     for rank in sorted(asked):

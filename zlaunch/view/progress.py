@@ -158,7 +158,7 @@ class RunProgress:
         """
         if not self.failures:
             return ""
-        first, *more = self.failures[0].strip().splitlines()
+        first, *more = self.failures[0].strip().splitlines() or [""]
         place = next((line.strip() for line in more if line.startswith("  rank ")), "")
         return f"{first}; {place}" if first.startswith("hang: ") and place else first
 

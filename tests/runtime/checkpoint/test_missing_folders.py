@@ -221,7 +221,10 @@ def test_the_global_batch_before_is_that_of_the_last_steps(tmp_path: Path) -> No
     run_workers(_steps_and_saves, 2, str(tmp_path), {})
     run_workers(_steps_and_saves, 1, str(tmp_path), {})
     said = [text for _, text in run_workers(_steps_and_saves, 3, str(tmp_path), {})]
-    assert "the global batch is 6 on 3 ranks, and was 2 on 1; 2 is not a multiple of 3 and cannot" in said[0]
+    assert (
+        "the global batch is 6 on 3 ranks, and was 2 on 1; 2 cannot be kept: it is not a multiple of 3"
+        in said[0]
+    )
     said = [text for _, text in run_workers(_steps_and_saves, 2, str(tmp_path), {})]
     assert "the global batch is 4 on 2 ranks, and was 6 on 3; to keep 6, set train_micro_b" in said[0]
     assert said[0].endswith("train_micro_batch_size_per_gpu to 3\n")

@@ -73,7 +73,7 @@ def test_what_follows_a_result_does_not_hide_it(tmp_path: Path) -> None:
 
 
 def test_a_part_ends_with_the_command_that_was_killed(tmp_path: Path) -> None:
-    """What was finished before is in the file, and nothing holds the GPU."""
+    """The file has every finished part, and nothing holds the GPU."""
     (tmp_path / "in.json").write_text('{"step_s": 1.5}')
     pid = tmp_path / "pid"
     sleeps = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"

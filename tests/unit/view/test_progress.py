@@ -77,6 +77,7 @@ def test_the_first_failure_in_one_line() -> None:
     other = RunProgress().take_all(spawned(0))
     other.take({"type": "exception", "rank": 0, "exception": "ValueError: a\nb", "time": 6.0})
     assert other.failure == "rank 0: ValueError: a"
+    assert RunProgress().take_all([{"type": "error", "message": "", "time": 1.0}]).failure == ""
 
 
 def test_what_is_no_number_is_left_out() -> None:
