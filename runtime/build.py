@@ -447,6 +447,7 @@ def _make_offload(
         grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
         steps_in_backward=config.zero_optimization.step_in_backward,
         is_enforced=_is_memory_plan_enforced(config),
+        prefetch_numel=int(config.zero_optimization.stage3_prefetch_bucket_size),
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
@@ -539,9 +540,32 @@ def _shard(
         options,
         intercept=intercept_module,
         prefetch_numel=int(zero.stage3_prefetch_bucket_size),
-        max_live_numel=int(zero.stage3_max_live_parameters),
+        max_live_numel=_choose_max_live(effective, blocks, comm),
     )
     return sharded, reducer
+
+
+def _choose_max_live(effective: Effective, blocks: Sequence[Block], comm: Comm) -> int:
+    """Return how many elements of sharded units may be unsharded at one time.
+
+    The default is DeepSpeed's, but always holds a block and what is gathered ahead of the next. A limit that
+    the config gives is kept; a warning says where it leaves no room to gather a block ahead.
+    """
+    zero = effective.config.zero_optimization
+    path = "zero_optimization.stage3_max_live_parameters"
+    limit = int(zero.stage3_max_live_parameters)
+    prefetch = int(zero.stage3_prefetch_bucket_size)
+    two = 2 * max((block.numel for block in blocks if not block.is_root), default=0)
+    loaded = effective.loaded
+    if path not in loaded.given or path in loaded.auto:
+        return max(limit, blocks[0].numel + two + prefetch)
+    if 0 < limit < two and prefetch and zero.stage >= 3 and comm.world_size > 1 and comm.rank == 0:
+        warn(
+            f"{path}: {limit} elements are less than two of the model's largest blocks: these are not "
+            "gathered while the block before computes, which costs speed. "
+            f"Set at least {two}, or leave the key out"
+        )
+    return limit
 
 
 def _make_scheduler(given: Any, effective: Effective, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -183,13 +183,13 @@ class Zero(Section):
     cpu_offload_param: Bool | None = ok(None)
     """Deprecated: true means offload_param with device cpu."""
     stage3_prefetch_bucket_size: Size = ok(50_000_000, "prefetch_bucket_size")
-    """Elements to prefetch; "auto" is 0.9 * hidden_size squared."""
+    """Elements to gather ahead, at least one block; 0 gathers none. "auto" is 0.9 * hidden_size squared."""
     stage3_param_persistence_threshold: Size = ok(100_000, "param_persistence_threshold")
     """Keep parameters up to this many elements unsharded; "auto" is 10 * hidden_size."""
     stage3_model_persistence_threshold: Size = ok(MAX, "model_persistence_threshold")
     """Maximum elements of all unsharded parameters; parameters beyond it are sharded."""
     stage3_max_live_parameters: Size = ok(1_000_000_000, "max_live_parameters")
-    """Maximum unsharded elements at the same time."""
+    """Maximum unsharded elements at the same time. The default is larger for a model whose blocks need it."""
     stage3_max_reuse_distance: Size = always(
         1_000_000_000,
         "zlaunch reshards each unit after use, except the last one of the forward pass",

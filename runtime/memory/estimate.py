@@ -89,6 +89,8 @@ class Setting:
     can_narrow: bool = False
     """Tells whether the optimizer's state may have fewer than 32 bits an element."""
     is_bf16: bool = False
+    prefetch_numel: int = 50_000_000
+    """Stage 3: elements that are gathered ahead, at least one block's; the default is the config's."""
     freed_by_backward: int = 0
     """Bytes of activations that are freed before a third gradient bucket is filled, where they are known."""
 
@@ -182,6 +184,24 @@ def _of_tier(tier: Tier, nbytes: int, pin: bool) -> Amounts:
     return Amounts(disk=nbytes)
 
 
+def _most_gathered(blocks: Sequence[int], prefetch_numel: int) -> int:
+    """Return the most elements that are gathered at one time: a block in use and those that follow it,
+    forward or backward. At least two of the largest, which may be used in another order.
+    """
+    most = 2 * max(blocks, default=0)
+    for order in (blocks, blocks[::-1]):
+        ahead = 0
+        stop = 1
+        for first, own in enumerate(order):
+            if first:
+                ahead -= own  # it was ahead of the block before
+            while stop < len(order) and (stop == first + 1 or ahead < prefetch_numel):
+                ahead += order[stop]
+                stop += 1
+            most = max(most, own + ahead)
+    return most
+
+
 def _parameters(s: Setting) -> Amounts:
     everything = s.trainable + s.frozen
     if s.stage < 3:
@@ -189,7 +209,7 @@ def _parameters(s: Setting) -> Amounts:
     root = s.blocks[0] if s.blocks else 0
     rest = s.blocks[1:]
     copied = -(-everything // s.copy_shards) if s.copy_shards else 0
-    gathered = Amounts(device=(root + 2 * max(rest, default=0) + copied) * s.dtype_bytes)
+    gathered = Amounts(device=(root + _most_gathered(rest, s.prefetch_numel) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)
     own = s.part
     if s.trains and s.offload.parameters is s.offload.optimizer is Tier.DEVICE:
@@ -204,7 +224,7 @@ def _parameters(s: Setting) -> Amounts:
     if s.offload.parameters is not Tier.DISK:
         return gathered + _of_tier(s.offload.parameters, at_rest * s.dtype_bytes, s.offload.pin)
     in_host = min(at_rest, s.offload.max_in_cpu_numel)
-    reading = 2 * max(rest, default=root) // s.world_size
+    reading = (_most_gathered(rest, s.prefetch_numel) if rest else 2 * root) // s.world_size
     return (
         gathered
         + _of_tier(Tier.HOST, (in_host + reading) * s.dtype_bytes, s.offload.pin)

@@ -94,12 +94,14 @@ def preflight(
     grad_bytes: int = 4,
     steps_in_backward: bool = False,
     is_enforced: bool = True,
+    prefetch_numel: int = 0,
 ) -> tuple[Setting, Amounts]:
     """Print the plan on rank 0; return what it has counted and what a rank may take. Collective.
 
     Args:
         grad_bytes: Bytes of a gradient's element at rest.
         is_enforced: Whether a plan that does not fit is an error. If not, rank 0 prints a warning.
+        prefetch_numel: Elements that stage 3 gathers ahead.
 
     Raises:
         MemoryPlanError: on every rank, if the plan is enforced and does not fit on one of them.
@@ -141,6 +143,7 @@ def preflight(
         can_step_in_backward=_can_step_in_backward(optimizer, offload, precision, comm, accumulates),
         can_narrow=_can_narrow(optimizer),
         is_bf16=precision.dtype is torch.bfloat16,
+        prefetch_numel=prefetch_numel,
     )
     local = read_environment().local_world_size
     free = available(comm.device, offload, local)

@@ -25,7 +25,7 @@ from .policy import Block, ShardingOptions
 from .reduce import GradientReducer
 from .saved_tensors import SavedTensors, outside_transforms
 from .tensors import Hook, arm, tensors_in
-from .unit import Unit, owner_of
+from .unit import LiveElements, Unit, owner_of
 
 # -- passes -----------------------------------------------------------------------------------------
 #
@@ -146,7 +146,7 @@ def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
 
 # -- prefetch ---------------------------------------------------------------------------------------
 #
-# Gathers ahead the block that followed last time: a hint, never a requirement.
+# Gathers ahead the blocks that followed last time: a hint, never a requirement.
 
 
 class OrderHint:
@@ -184,6 +184,10 @@ class OrderHint:
 class Prefetch:
     """Starts gathers before their block is called.
 
+    Note [How far ahead]. Blocks that follow are gathered until the ones ahead have ``numel`` elements
+    together, but at least one of them, however large. A block without sharded units, such as a norm, counts
+    for nothing: the next one would be gathered exposed behind its short computation.
+
     Note [Prefetch keeps the order]. A gather is a collective, so all ranks must start the same ones in the
     same order. What is gathered ahead therefore follows from the order of the last pass and from the sizes of
     units, never from the time: a step in the background may still write on one rank what it has written on
@@ -192,45 +196,46 @@ class Prefetch:
     different collectives, and hang.
     """
 
-    def __init__(self, blocks: Sequence[Block], comm: Comm, *, enabled: bool, max_live_numel: int) -> None:
-        """Limit the elements of sharded units that are unsharded at one time to ``max_live_numel``."""
+    def __init__(self, blocks: Sequence[Block], comm: Comm, *, numel: int, max_live_numel: int) -> None:
+        """Gather at least ``numel`` elements ahead (0: none), unless more than ``max_live_numel`` elements of
+        sharded units would be unsharded at one time.
+        """
+        self.live = LiveElements()
         self._blocks = blocks
-        self._comm = comm
-        self._enabled = enabled
+        self._alone = comm.world_size == 1
+        self._numel = numel
         self._max_live_numel = max_live_numel
 
     def after(self, order: OrderHint, index: int) -> None:
-        """Start to gather the block that comes next; two blocks where units have to be read from disk."""
-        if not self._enabled:
+        """Start to gather blocks that come next."""
+        if not self._numel:
             return
-        following: int | None = index
-        for ahead in itertools.count(1):
-            following = order.after(following) if following is not None else None
-            if following is None:
-                return
-            block = self._blocks[following]
-            if not self._start([unit for unit in block.units if unit.state is UnitState.SHARDED]):
-                return
-            if ahead >= max((unit.values.blocks_ahead for unit in block.units), default=1):
-                return
+        passed = {index}
+        count = numel = 0
+        following = order.after(index)
+        # The order may lead in a circle, where a block is used several times.
+        while following is not None and following not in passed:
+            passed.add(following)
+            units = [unit for unit in self._blocks[following].units if unit.shard_params]
+            if units:
+                if not self._start([unit for unit in units if unit.state is UnitState.SHARDED]):
+                    return
+                count += 1
+                numel += sum(unit.numel for unit in units)
+                if numel >= self._numel and count >= max(unit.values.blocks_ahead for unit in units):
+                    return
+            following = order.after(following)
 
     def _start(self, units: Sequence[Unit]) -> bool:
-        """Start to gather the sharded units of a block; return False where one cannot be gathered now."""
-        alone = self._comm.world_size == 1
-        if not units or (alone and all(unit.values.is_gathered_directly for unit in units)):
+        """Start to gather sharded units of a block; return False where one cannot be gathered now."""
+        if not units or (self._alone and all(unit.values.is_gathered_directly for unit in units)):
             return True  # a local copy: starting it early gains nothing
-        live = sum(
-            unit.numel
-            for other in self._blocks
-            for unit in other.units
-            if unit.shard_params and unit.state is not UnitState.SHARDED
-        )
-        if live + sum(unit.numel for unit in units) > self._max_live_numel:
+        if self.live.numel + sum(unit.numel for unit in units) > self._max_live_numel:
             return False
         with outside_transforms():
             for unit in units:
                 # A rank alone need not wait here: see Note [Prefetch keeps the order].
-                if unit.updated.refuses or (alone and not unit.updated.ready):
+                if unit.updated.refuses or (self._alone and not unit.updated.ready):
                     return False
                 unit.unshard(rounded=True)
         return True
@@ -320,13 +325,13 @@ class ShardedModel:
     """Drives the units of ``module`` through its forward and backward passes.
 
     Note [When does what happen]
-        forward, before a block: its units are unsharded; the block that followed it last time is gathered
+        forward, before a block: its units are unsharded; those that followed it last time are gathered
             ahead.
         forward, after a block: its units are resharded, except the last block's, which the backward pass
             needs at once. The saved tensor stores a position in the unit (``saved_tensors.py``); backward
             gathers the unit to read it. This guarantees correctness. A hook on each output that can be found,
             and on its base if it is a view, starts the gather early. This provides the overlap.
-        backward, at a block's output: its units are unsharded, the block before it is gathered ahead.
+        backward, at a block's output: its units are unsharded, the blocks before it are gathered ahead.
         backward, at a parameter's gradient: it moves into the unit's bucket; the last one reshards the unit
             and reduces.
         backward, at the end: what is incomplete is reduced, everything is resharded. This callback is queued
@@ -353,7 +358,7 @@ class ShardedModel:
         self.reducer = reducer
         self.comm = comm
         self.units = [unit for block in blocks for unit in block.units]
-        self._prefetch = Prefetch(blocks, comm, enabled=prefetch_numel > 0, max_live_numel=max_live_numel)
+        self._prefetch = Prefetch(blocks, comm, numel=prefetch_numel, max_live_numel=max_live_numel)
         self._root = blocks[0]
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
@@ -409,6 +414,7 @@ class ShardedModel:
 
     def _attach(self, unit: Unit) -> None:
         if unit.shard_params:
+            self._prefetch.live.watch(unit)
             unit.on_demand = self._on_demand
             unit.is_needed = self._is_needed
         if unit.trainable:
@@ -425,6 +431,7 @@ class ShardedModel:
             if all(old is not new for new in units):
                 for handle in self._gradient_handles.pop(id(old), []):
                     handle.remove()
+                self._prefetch.live.leave(old)
                 del self._block_of[id(old)]
         for new in units:
             if id(new) not in self._block_of:

@@ -180,6 +180,26 @@ class ExternalWrites:
 # -- unit -------------------------------------------------------------------------------------------
 
 
+class LiveElements:
+    """Counts the elements of sharded units that are gathered, or on their way, at one time."""
+
+    def __init__(self) -> None:
+        self.numel = 0
+
+    def watch(self, unit: Unit) -> None:
+        """Count a unit from now on."""
+        unit.live = self
+        if unit.state is not UnitState.SHARDED:
+            self.numel += unit.numel
+
+    def leave(self, unit: Unit) -> None:
+        """Count a unit no more."""
+        if unit.live is self:
+            unit.live = None
+            if unit.state is not UnitState.SHARDED:
+                self.numel -= unit.numel
+
+
 class Unit:
     """Keeps parameters of one dtype, device and trainability in one flat buffer of ``layout.numel`` elements.
 
@@ -258,6 +278,8 @@ class Unit:
         """Called when the last parameter of a provisional unit has been handed over."""
         self.offloaded_states: frozenset[str] = frozenset()
         """Names the states that ``engine.offload_states()`` has moved to host memory."""
+        self.live: LiveElements | None = None
+        """Counts this unit while it is gathered. Set by ``ShardedModel`` in hooks.py."""
         self._holds = 0
         self._pending: Pending = DONE
         self.updated: Pending = DONE
@@ -356,6 +378,11 @@ class Unit:
 
     def _move(self, expected: tuple[UnitState, ...], to: UnitState) -> None:
         assert self.state in expected, f"unit {self.name}: {self.state.name} -> {to.name}"
+        if self.live is not None:
+            if self.state is UnitState.SHARDED:
+                self.live.numel += self.numel
+            elif to is UnitState.SHARDED:
+                self.live.numel -= self.numel
         self.state = to
 
     def unshard(self, *, rounded: bool = False) -> None:

@@ -100,8 +100,8 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/zero/hooks.py",
-        "if live + sum(unit.numel for unit in units) > self._max_live_numel:",
-        "if live > self._max_live_numel:",
+        "if self.live.numel + sum(unit.numel for unit in units) > self._max_live_numel:",
+        "if self.live.numel > self._max_live_numel:",
         "a prefetch exceeds stage3_max_live_parameters",
         ("tests/unit/zero/test_prefetch.py", "tests/unit/zero/test_live_budget.py"),
     ),

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 Actor = tuple[str, int]
 """("host", a thread's id) or ("stream", its number)."""
 Clock = dict[Actor, int]
+TIME: Actor = ("time", 0)
+"""Stands in a clock for the time in nanoseconds, where operations have a length: see timeline.py."""
 
 lock = threading.RLock()
 clocks: defaultdict[Actor, Clock] = defaultdict(dict)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .clocks import Actor, clocks, findings, host, join, known, lock, tick, where
 from .streams import Stream, current_stream, note_device
+from .timeline import timeline
 
 without_modes = torch._C.DisableTorchFunction
 _MOST = 400
@@ -149,6 +150,7 @@ def launch(name: str, reads: list[Tensor], writes: list[Tensor], actor: Actor) -
         if actor != host():
             note_device()
             join(clocks[actor], clocks[host()])
+        timeline.launched(actor, name, reads, writes)
         count = tick(actor)
         for tensors, does_write in ((reads, False), (writes, True)):
             for tensor in tensors:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .clocks import Actor, Clock, clocks, findings, host, host_waits, join, known, lock, note_wait, where
+from .timeline import timeline
 
 DEVICE = torch.device("cuda", 0)
 _numbers = itertools.count()
@@ -43,12 +44,12 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         with lock:
             self._issue()
-            join(clocks[self.actor], clocks[other.actor])
+            timeline.wait(self.actor, clocks[other.actor])
 
     def wait_event(self, event: Event) -> None:
         with lock:
             self._issue()
-            join(clocks[self.actor], event.clock)
+            timeline.wait(self.actor, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()

@@ -54,7 +54,8 @@ def test_bf16_adam_is_the_papers_table() -> None:
     two = plan(setting(2, w)).total.device
     assert two == N * 2 + (N // w) * 16 + 3 * 30_000_000 * 2
     three = plan(setting(3, w)).total.device
-    gathered, buckets = (10_000_000 + 2 * 30_000_000) * 2, 3 * 30_000_000 * 2
+    # one block is used, and the two that follow it have the 50 million elements that are gathered ahead
+    gathered, buckets = (10_000_000 + 3 * 30_000_000) * 2, 3 * 30_000_000 * 2
     assert three == (N // w) * 16 + gathered + buckets
 
 
@@ -107,6 +108,22 @@ def test_offload_moves_and_does_not_lose() -> None:
     half = plan(setting(2, w, optimizer=Tier.HOST, ratio=0.5)).total
     assert half.host == pytest.approx(cpu.host / 2, abs=64)
     assert half.device == pytest.approx(cpu.device + (N // w) * 8, abs=64)
+
+
+@given(blocks=st.lists(st.integers(1, 9), max_size=8), prefetch=st.integers(0, 40))
+def test_what_is_gathered_ahead_counts(blocks: list[int], prefetch: int) -> None:
+    """It is as the hooks gather: blocks follow until they have the elements, at least one."""
+    most = 2 * max(blocks, default=0)
+    for order in (blocks, blocks[::-1]):
+        for at, own in enumerate(order):
+            ahead: list[int] = []
+            for following in order[at + 1 :]:
+                if ahead and sum(ahead) >= prefetch:
+                    break
+                ahead.append(following)
+            most = max(most, own + sum(ahead))
+    one = replace(setting(3), blocks=[5, *blocks], prefetch_numel=prefetch)
+    assert plan(one).parameters.device == (5 + most) * 2
 
 
 @given(

@@ -1,7 +1,10 @@
-"""Test that blocks are gathered ahead as far as ``stage3_max_live_parameters`` allows, and no further."""
+"""Test that blocks are gathered ahead as far as ``stage3_prefetch_bucket_size`` asks and
+``stage3_max_live_parameters`` allows, and no further.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -47,10 +50,17 @@ class Counting(FakeComm):
         return super().all_gather(full, source, label, rounded)
 
 
-def make(budget: int, *, enabled: bool = True, persistent: int = 0) -> tuple[nn.Sequential, Counting]:
+def make(
+    budget: int,
+    *,
+    prefetch: int = 1,
+    persistent: int = 0,
+    sizes: Sequence[int] = SIZES,
+    kind: type[nn.Sequential] = nn.Sequential,
+) -> tuple[nn.Sequential, Counting]:
     """Make a sharded stack of layers; those of at most ``persistent`` elements stay whole."""
     comm = Counting()
-    model = nn.Sequential(*map(Layer, SIZES))
+    model = kind(*map(Layer, sizes))
     options = ShardingOptions(
         shard_optimizer=True,
         shard_grads=True,
@@ -70,7 +80,7 @@ def make(budget: int, *, enabled: bool = True, persistent: int = 0) -> tuple[nn.
         comm,
         options,
         intercept=lambda module, gathered: lambda: None,
-        prefetch_numel=int(enabled),
+        prefetch_numel=prefetch,
         max_live_numel=budget,
     )
     driver.engine = driver  # lives as long as the model
@@ -123,6 +133,45 @@ def test_units_that_are_never_sharded_do_not_count() -> None:
     assert live[1] == SIZES[1] + SIZES[2], "the 512 elements of the first layer use up nothing"
 
 
+@pytest.mark.parametrize("prefetch", [1, 512, 513, 1024, 3584, 3585, 10**6])
+def test_blocks_are_gathered_ahead_until_they_have_the_elements_asked_for(prefetch: int) -> None:
+    begun, live = begun_in_a_pass(*make(10**9, prefetch=prefetch))
+    expected = []
+    for at, own in enumerate(SIZES):
+        ahead = 0
+        for following in SIZES[at + 1 :]:
+            if ahead >= prefetch:
+                break
+            ahead += following
+        expected.append(own + ahead)
+    assert live == expected
+    assert [name for name, _ in begun] == ["0", "1", "2", "3", "4", "3", "2", "1", "0"]
+
+
+def test_a_block_without_sharded_units_does_not_count_as_the_one_ahead() -> None:
+    """A norm before a large head: the head is gathered while the layer before the norm computes."""
+    sizes = (1024, 1024, 16, 2048)
+    begun, live = begun_in_a_pass(*make(10**9, persistent=16, sizes=sizes))
+    assert live == [2048, 1024 + 2048, 2048, 2048]
+    assert [name for name, _ in begun] == ["0", "1", "3", "1", "0"]
+    # in the backward pass layer 1 is gathered beside the head
+    assert [held for _, held in begun] == [1024, 2048, 3072, 3072, 2048]
+
+
+class Twice(nn.Sequential):
+    """Uses all layers in turn, and then once more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def test_an_order_that_leads_in_a_circle_ends() -> None:
+    model, comm = make(10**9, prefetch=10**6, sizes=(512, 1024), kind=Twice)
+    begun, live = begun_in_a_pass(model, comm)
+    assert live == [512 + 1024] * 4
+    assert [name for name, _ in begun][:2] == ["0", "1"]
+
+
 class _Stepping(Pending):
     """A step in the background that still writes a unit's values."""
 
@@ -147,5 +196,5 @@ def test_a_rank_whose_step_is_late_starts_the_same_gathers_in_the_same_order() -
 
 
 def test_nothing_is_gathered_ahead_without_prefetch() -> None:
-    _, live = begun_in_a_pass(*make(10**9, enabled=False))
+    _, live = begun_in_a_pass(*make(10**9, prefetch=0))
     assert live == list(SIZES)
