@@ -42,7 +42,7 @@ from .observe.comms_logger import LoggedComm
 from .observe.limits import find_overflow_hint, measure_costs
 from .observe.reporter import observe, open_monitor
 from .offload import disk
-from .offload.manager import Offload, choose_offload
+from .offload.manager import Offload, OffloadOptions, Tier, choose_offload
 from .offload.states import StateMover
 from .offload.step import BackgroundStep
 from .offload.transfer import HostLink
@@ -105,8 +105,9 @@ def choose_gradient_options(
 ) -> GradientOptions:
     """Return the options of a reducer, which divides gradients by ``predivide`` before it sends them.
 
-    A gradient rests in fp32, or in ``data_types.grad_accum_dtype``; beside stochastic masters, which are
-    bf16, the only one of a step rests in bf16.
+    Sums of several gradients rest in fp32, or in ``data_types.grad_accum_dtype``. The only one of a step
+    rests as it was reduced, unless that key says otherwise; beside stochastic masters, which are bf16, in
+    bf16. A unit that is stepped in the backward pass is clipped in the memory of its gradient, in fp32.
     """
     chosen = dtype_named(config.data_types.grad_accum_dtype)
     sums = None if chosen == torch.float32 else chosen  # None: float64 in such a model
@@ -116,6 +117,7 @@ def choose_gradient_options(
         transient=transient,
         dtype=dtype_named(config.communication_data_type),
         single=single,
+        keeps_reduced=is_one and chosen is single is None and not config.zero_optimization.step_in_backward,
         sums=sums,
         predivide=predivide,
     )
@@ -444,13 +446,20 @@ def _make_offload(
         # the new ones are whole before the old ones go
         kept_snapshots=0 if in_memory is None else 2 * int(in_memory.copies),
         model=model,
-        grad_bytes=(choose_gradient_options(config).single or torch.float32).itemsize,
+        grad_bytes=_grad_bytes(choose_gradient_options(config), chosen, precision, comm),
         steps_in_backward=config.zero_optimization.step_in_backward,
         is_enforced=_is_memory_plan_enforced(config),
         prefetch_numel=int(config.zero_optimization.stage3_prefetch_bucket_size),
     )
     chosen = replace(chosen, pinned_budget_bytes=int(PINNED_SHARE * free.host))
     return Offload(chosen, comm) if chosen.any else None, setting
+
+
+def _grad_bytes(options: GradientOptions, offload: OffloadOptions, precision: Precision, comm: Comm) -> int:
+    """Return the bytes of an element of a step's first gradient, where that stays on the device."""
+    if options.keeps_reduced and precision.dtype is not None and offload.optimizer is Tier.DEVICE:
+        return comm.link.reduced_dtype(options.dtype or precision.dtype).itemsize
+    return (options.single or torch.float32).itemsize
 
 
 def _is_memory_plan_enforced(config: Config) -> bool:

@@ -126,7 +126,9 @@ class DataTypes(Section):
     """Data types of gradients, parameters and buffers."""
 
     grad_accum_dtype: Dtype | None = ok(None)
-    """Type in which gradients are accumulated over micro-batches: fp32 (also null) or the training dtype."""
+    """Type in which gradients are accumulated over micro-batches: fp32 or the training dtype. With null, fp32
+    for several micro-batches; the gradient of a single one keeps the type in which it was reduced.
+    """
     param_dtype: Dtype | None = ok(None)
     """Type of the parameters; must agree with fp16 and bf16."""
     buffer_dtype: Dtype | None = ok(None)

@@ -158,6 +158,10 @@ class GradientOptions:
     """Selects the dtype that is sent; None is the parameters' dtype."""
     single: torch.dtype | None = None
     """dtype that stores a step's first gradient (None: fp32, or float64 for a float64 model)."""
+    keeps_reduced: bool = False
+    """Leaves a step's first gradient on the device in the dtype of the sum over the ranks: wider memory would
+    hold no more digits of it.
+    """
     sums: torch.dtype | None = None
     """dtype that accumulates the gradients of several backward passes (None: as above)."""
     predivide: float = 1.0
@@ -424,15 +428,18 @@ class GradientReducer:
             again = bucket.state is BucketState.REDUCED
             while again and any(reduction.bucket is bucket for reduction in self._in_flight):
                 self._retire()
-            self._make_room(bucket, self._accumulation_dtype(unit, self.sync and not again))
+            self._make_room(bucket, self._accumulation_dtype(bucket, self.sync and not again))
             if again and not self._gradients_are_local:
                 bucket.carry = bucket.own.clone()
                 bucket.written = [False] * len(bucket.written)
         is_first = bucket.state is BucketState.EMPTY
         bucket.move(BucketState.COLLECTING if is_first else BucketState.COLLECTING_AGAIN)
 
-    def _accumulation_dtype(self, unit: Unit, single: bool) -> torch.dtype:
+    def _accumulation_dtype(self, bucket: Bucket, single: bool) -> torch.dtype:
         """Return the dtype that stores a unit's gradient: a single one, or the sum of several passes."""
+        unit = bucket.unit
+        if single and self.options.keeps_reduced and bucket.store.on_device and not self.skips_reduction:
+            return unit.link.reduced_dtype(self.options.dtype or unit.dtype)
         chosen = self.options.single if single else self.options.sums
         return chosen or torch.promote_types(unit.dtype, torch.float32)
 
@@ -482,7 +489,12 @@ class GradientReducer:
         first = bucket.state is BucketState.COLLECTING
         assert sent is not None
         dtype = unit.link.reduced_dtype(sent.dtype)
-        shard = bucket.store.room_for_grad(first, dtype, self._accumulation_dtype(unit, first))
+        accumulation = self._accumulation_dtype(bucket, first)
+        alone = self.comm.world_size == 1 and first and bucket.store.on_device
+        # The bucket itself is the sum, unless it is a part of larger memory, which the unit would keep whole.
+        if alone and sent.dtype == accumulation and sent.nbytes == sent.untyped_storage().nbytes():
+            return _Reduction(DONE, bucket, None, sent, first)
+        shard = bucket.store.room_for_grad(first, dtype, accumulation)
         return _Reduction(self.comm.reduce_scatter(shard, sent, unit.tag), bucket, sent, shard, first)
 
     def _reduce_persistent(self, bucket: Bucket) -> _Reduction:
@@ -515,7 +527,10 @@ class GradientReducer:
         if bucket.carry is not None:
             done.shard.add_(bucket.carry)
             bucket.carry = None
-        bucket.store.add_grad(done.shard, first=done.first, stays=not self.options.transient)
+        # Only what was lent is used again: the gradient may stay in all other memory.
+        bucket.store.add_grad(
+            done.shard, first=done.first, stays=done.lent is None or not self.options.transient
+        )
         self.consumer.take(bucket)
 
     def finish(self) -> None:

@@ -296,6 +296,40 @@ def test_a_single_gradient_rests_in_bf16_and_a_sum_does_not() -> None:
             assert dtypes == [{torch.bfloat16}, {torch.float32}] and ratio < 1e-2
 
 
+def _only(cases: list[tuple[int, str, str | None]]) -> list[Any]:
+    """Train with one micro-batch a step; return the dtypes in which gradients rest, how many buckets were
+    copied into memory of their own, and the weights.
+    """
+    zlaunch.init_distributed()
+    found = []
+    for stage, optimizer, grad_dtype in cases:
+        made = settings(stage, optimizer, "fp32", masters="fp32")
+        made["data_types"] = {"grad_accum_dtype": grad_dtype}
+        engine, *_ = zlaunch.initialize(model=net(), config=made)
+        assert engine._shard_step is not None
+        pool = engine._reducer._pool
+        copied: list[Tensor] = []
+        pool.give_back = copied.append  # type: ignore[assignment, method-assign]
+        dtypes = set()
+        for batch in batches(3, 12):
+            engine.backward(loss_of(engine, batch))
+            dtypes |= {unit.store.grad().dtype for unit in engine._shard_step.units if unit.store is not None}
+            engine.step()
+        found.append((dtypes, len(copied), [value.clone() for value in engine.module.state_dict().values()]))
+        engine.destroy()
+    return found
+
+
+def test_the_only_gradient_of_a_step_rests_as_it_was_reduced_and_trains_bit_for_bit_the_same() -> None:
+    cases = [(stage, kind) for stage in (0, 1, 2, 3) for kind in ("AdamW", "SGD")]
+    asked = [(*case, dtype) for case in cases for dtype in (None, "fp32")]
+    (found,) = run_workers(_only, 1, asked)
+    for (stage, kind), narrow, wide in zip(cases, found[::2], found[1::2], strict=True):
+        assert narrow[0] == {torch.bfloat16} and wide[0] == {torch.float32}
+        assert narrow[1] == 0 and (wide[1] > 0) == (stage >= 2), "what a rank alone has made is its sum"
+        assert all(map(torch.equal, narrow[2], wide[2])), (stage, kind)
+
+
 # -- bytes
 
 
@@ -338,7 +372,7 @@ _CODES_OF_BOTH = {"exp_avg": 1, "exp_avg_sq": 1, "exp_avg_scale": 4 / 256, "exp_
 @pytest.mark.parametrize(
     ("state", "masters", "offload", "wanted"),
     [
-        ("fp32", "fp32", False, {"masters": 4, "gradients": 4, "exp_avg": 4, "exp_avg_sq": 4}),
+        ("fp32", "fp32", False, {"masters": 4, "gradients": 2, "exp_avg": 4, "exp_avg_sq": 4}),
         ("bf16", "stochastic", False, {"gradients": 2, "exp_avg": 2, "exp_avg_sq": 2}),
         ("int8", "stochastic", False, {"gradients": 2, **_CODES_OF_BOTH}),
         ("int8", "stochastic", True, {"masters": 2, "gradients": 2, **_CODES_OF_BOTH}),

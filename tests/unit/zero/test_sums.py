@@ -99,6 +99,19 @@ def test_a_single_gradient_rests_in_16_bits_again_after_a_sum() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_only_gradient_rests_in_the_dtype_that_the_sum_over_the_ranks_has(stage: int) -> None:
+    for native, rest in ((False, torch.float32), (True, torch.bfloat16)):
+        reducer, unit = make(stage, keeps_reduced=True)
+        unit.link._native_reduce_scatter = native  # as NCCL, which sums in the dtype that it sends
+        run(reducer, unit, 1.0, stage=stage)
+        assert unit.store is not None and unit.store.grad().dtype is rest
+        reducer.clear()
+        run(reducer, unit, 1.0, FINE, stage=stage)
+        assert unit.store.grad().dtype is torch.float32
+        assert grad_of(unit).eq(1 + FINE).all(), "no digit of a sum of passes is lost"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_chosen_dtype_is_sent_whatever_the_number_of_passes(stage: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         reducer, unit = make(stage, dtype)
