@@ -67,8 +67,8 @@ class Engine(nn.Module):
     - ``monitor``: ``write_events([(name, value, step), ...])`` logs to the trackers of the config.
     - ``should_stop``: whether the run should save and stop (SIGUSR1, preemption). Updated by each step, equal
       on all ranks.
-    - ``client_state``: a function that returns the ``client_state`` for saves on a signal
-      (``checkpoint.on_signal``), or None.
+    - ``client_state``: a function that returns the ``client_state`` for saves without one, such as on a
+      signal (``checkpoint.on_signal``), or None.
 
     On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or the gradient norm
     synchronizes with the device; a training loop that reads none of them never waits. With fp16 the scheduler
@@ -697,13 +697,15 @@ class Engine(nn.Module):
             save_dir: Folder for all checkpoints of the run.
             tag: Name of this checkpoint; ``global_stepN`` by default.
             client_state: The script's state: numbers, strings, tensors, and lists, tuples and dicts of them.
-                Saved per rank if ranks differ.
+                Saved per rank if ranks differ. None is what :attr:`client_state` returns, if that is set.
             save_latest: Load this checkpoint by default, without a tag.
             exclude_frozen_parameters: Leave out frozen parameters.
 
         Raises CheckpointError on every rank; the previous checkpoint is then unchanged.
         """
         self._prepare_save()
+        if client_state is None and self.client_state is not None:
+            client_state = self.client_state()
         self.checkpoints.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 

@@ -28,8 +28,8 @@ class Reported:
         self.step: float | None = None
         """Keeps its last step until the runtime has seen it."""
         self.tokens_at: float | None = None
-        self.has_total = False
-        """The script says how many steps there will be."""
+        self.steps: float | None = None
+        """Keeps how many steps there will be, where the script says it."""
         self.has_engine = False
         """An engine reports its steps."""
 
@@ -61,7 +61,7 @@ def report(**values: float | int | None) -> None:
             shown.setdefault("tokens_per_s", numbers["tokens"] / max(now - before, 1e-9))
     reported.names |= shown.keys() - {"step", "steps"}
     reported.step = numbers.get("step", reported.step)
-    reported.has_total = reported.has_total or "steps" in numbers
+    reported.steps = numbers.get("steps", reported.steps)
     if not announce("metrics", values=shown) and read_environment().rank == 0:
         words = (f"{k} {v:.6g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in shown.items())
         show(" ".join(words), sys.stderr)
@@ -70,7 +70,7 @@ def report(**values: float | int | None) -> None:
 def report_logged(values: Mapping[str, float]) -> None:
     """Tell the launcher what a Trainer logs, and prints itself. With an engine, leave out what it reports."""
     own = {"step", *([] if reported.has_engine else _SHOWN)}
-    reported.has_total = reported.has_total or values.get("steps", 0) > 0
+    reported.steps = values.get("steps") or reported.steps
     kept = {name: value for name, value in values.items() if name in own or name not in _SHOWN}
     if kept.keys() != {"step"}:
         announce("metrics", values=kept, printed=False)

@@ -206,7 +206,7 @@ class StepReporter:
             return
         numbers = dict(zip(report.names, report.numbers.read(), strict=True))
         loss = {"loss": numbers.pop("train_loss")} if "train_loss" in numbers else {}
-        steps = {} if reported.has_total else self._total_steps()
+        steps = self._total_steps() if reported.steps is None else {"steps": reported.steps}
         values = {"step": report.step, **steps, **loss, **numbers, **report.known}
         hidden = reported.names if self._counts_alike else {*reported.names, "step", "steps", "of_epoch"}
         own = {name: value for name, value in values.items() if name not in hidden}

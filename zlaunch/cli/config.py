@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,12 +38,13 @@ def check(file: str, world_size: int | None) -> None:
     With --world-size, also check that the batch sizes fit that number of ranks.
     """
     loaded, _ = _read(file, world_size)
+    from zlaunch.plan.checks import is_plain_json
     from zlaunch.runtime.config import fits_no_world, open_values
 
     if wrong := fits_no_world(loaded):
         click.echo(f"{loaded.origin}: {wrong}", err=True)
         sys.exit(2)
-    is_plain = _is_plain_json(file)
+    is_plain = is_plain_json(file)
     left = open_values(loaded)
     if left and not is_plain:
         keys = ", ".join(left)
@@ -58,8 +58,13 @@ def check(file: str, world_size: int | None) -> None:
         keys = ", ".join(f"{key} to {value}" for key, value in left.items())
         by = "for the Hugging Face Trainer and accelerate, which fill in"
         click.echo(f'{loaded.origin}: ok {by} "auto"; for your own loop, set {keys}')
-    else:
+    elif is_plain:
         click.echo(f"{loaded.origin}: ok")
+    else:
+        why = "which read plain JSON: no comments, trailing commas or YAML"
+        click.echo(
+            f"{loaded.origin}: ok for your own loop, not for the Hugging Face Trainer and accelerate, {why}"
+        )
     config = loaded.config
     has_size = config.train_batch_size is not None or config.train_micro_batch_size_per_gpu is not None
     if not has_size and loaded.auto.isdisjoint(_BATCH[:2]):
@@ -68,9 +73,6 @@ def check(file: str, world_size: int | None) -> None:
     for path, text in _numbers_as_text(loaded.raw, loaded.config):
         why = f'the Hugging Face Trainer compares it with its arguments as text: write {text}, not "{text}"'
         click.echo(f"warning: {loaded.origin}: {path}: {why}", err=True)
-    if not is_plain:
-        why = "transformers and accelerate read plain JSON: no comments, trailing commas or YAML"
-        click.echo(f"{loaded.origin}: not for the Hugging Face Trainer and accelerate: {why}")
 
 
 def _numbers_as_text(raw: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -86,17 +88,6 @@ def _numbers_as_text(raw: Mapping[str, Any], config: Any, prefix: str = "") -> I
             and not isinstance(known, bool)
         ):
             yield f"{prefix}{key}", value
-
-
-def _is_plain_json(file: str) -> bool:
-    """Tell whether Python's json module reads a config, as other tools do. One in base64 is not looked at."""
-    try:
-        json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError:
-        return True
-    except ValueError:
-        return False
-    return True
 
 
 @config.command()

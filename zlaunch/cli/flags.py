@@ -575,8 +575,9 @@ def _take_workers(out: dict[str, Any], here: Surroundings, each: str | None, tot
         )
     if each == "gpu" and not here.gpus and not elsewhere:
         raise click.UsageError("--nproc_per_node gpu: this machine has no GPU; give a number of CPU workers")
-    if each == "cpu":
-        _take(out, "num_gpus", here.cores, "--nproc_per_node cpu")
+    # as torchrun: a worker for each core, where there is no GPU
+    if each == "cpu" or (each == "auto" and not here.gpus and not elsewhere):
+        _take(out, "num_gpus", here.cores, f"--nproc_per_node {each}")
     elif each is not None and each not in ("gpu", "auto"):
         if not re.fullmatch(r"\d{1,6}", each, re.ASCII) or int(each) < 1:
             raise click.UsageError(f"--nproc_per_node {each}: expected a number, gpu, cpu or auto")

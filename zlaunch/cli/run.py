@@ -397,6 +397,8 @@ def _start(chosen: Chosen, ranks: list[int] | None) -> int:
         die_with_parent(launch.parent, signal.SIGTERM)
     run_dir = launch.run_dir
     is_own_folder = launch.run_id == Path(run_dir).name
+    is_used = not (is_own_folder or launch.first_attempt or launcher.shares_run_dir)
+    replaces = is_used and Path(run_dir, "events.jsonl").exists()
     # The lock is kept for as long as this process lives.
     make_run_dir(Path(run_dir), shared=launcher.shares_run_dir)
     save_asked = False
@@ -426,7 +428,8 @@ def _start(chosen: Chosen, ranks: list[int] | None) -> int:
     console.detail(f"launcher {launcher.name}: {chosen.why}")
     if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
-    console.message(f"logs in {os.path.relpath(run_dir)}")
+    instead = ", in place of those of the run before" if replaces else ""
+    console.message(f"logs in {os.path.relpath(run_dir)}{instead}")
     if launch.debug_rank is not None:
         from zlaunch.supervisor.debugger import LIFTED
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,17 @@ def _check_given(command: tuple[str, ...]) -> None:
         raise click.UsageError("no script given: zlaunch slurm script [OPTIONS] SCRIPT [ARGS]")
 
 
+def _check_own_options(own: Sequence[str], command: Sequence[str]) -> None:
+    """Raise UsageError for options of --zlaunch_args that the job would be refused for, after its wait."""
+    from zlaunch.cli.commands import message_of
+    from zlaunch.cli.run import run
+
+    try:
+        run.make_context("zlaunch", [*own, *command])
+    except click.UsageError as error:
+        raise click.UsageError(f"--zlaunch_args: {message_of(error)}") from None
+
+
 def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScript:
     import shlex
 
@@ -150,6 +162,7 @@ def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScr
         zlaunch_args = tuple(shlex.split(options["zlaunch_args"] or ""))
     except ValueError as error:
         raise click.UsageError(f"--zlaunch_args {options['zlaunch_args']!r}: {error}") from None
+    _check_own_options(zlaunch_args, command)
     job_name = options["job_name"] or Path(name).stem or None
     batch = BatchScript(
         script=name,

@@ -260,6 +260,12 @@ def check_configs(
         if not is_used and not os.path.exists(path):
             found.append(f"{option} {name}: no such file{_config_near(path)}")
         elif is_used or os.path.isfile(path):
+            imported = _imported(script, module=module)
+            if option == "--deepspeed" and "transformers" in imported and not is_plain_json(path):
+                raise LaunchError(
+                    f"{option} {name}: the Hugging Face Trainer reads plain JSON: no comments, trailing "
+                    "commas or YAML"
+                )
             found += _check_config(option, path, surely_ours, world_sizes if is_used else (), is_used)
     return found
 
@@ -344,6 +350,19 @@ def replace_config(command: Sequence[str], config: str, path: str) -> list[str]:
         option, equals, value = word.partition("=")
         found.append(path if word == config else f"{option}={path}" if equals and value == config else word)
     return found
+
+
+def is_plain_json(path: str) -> bool:
+    """Tell whether Python's json module reads a config, as other tools do. One in base64 is not looked at."""
+    import json
+
+    try:
+        json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _is_broken(path: str) -> bool:

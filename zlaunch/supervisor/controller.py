@@ -579,7 +579,10 @@ class Controller:
     def _on_save_asked(self, _index: int, event: SaveAsked) -> None:
         """Note whether the script saves when it is asked to."""
         self.acts_on_save = self.acts_on_save or event.acts is True
-        self._tell_unsaved(self.signum or signal.SIGUSR1)
+        # With time to save, a worker takes SIGTERM for the request, also where a failure of another stops it.
+        asked = self.save_asked or self.save_asked_before() or bool(self.signum)
+        if asked or not self.verdict.failures:
+            self._tell_unsaved(self.signum or signal.SIGUSR1)
 
     def _on_saved(self, _index: int, event: Saved) -> None:
         """Record a checkpoint. A node that is back may take part from here on."""

@@ -211,7 +211,8 @@ def find_run(text: str) -> FoundRun:
     names = [run.name for run in known_here] + [run.record.name for run in known_here if run.record.name]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     if state := job_state(text):
-        has_none = "it has left no run here" if state in FINISHED else "its run has not begun"
+        ended = f"it has left no run here. Its output says why, slurm-{text}.out unless --output names it"
+        has_none = ended if state in FINISHED else "its run has not begun"
         raise LaunchError(f"SLURM job {text} {describe(text, state)}: {has_none}")
     near = difflib.get_close_matches(text, names, n=1)
     others = "; `zlaunch ps --all` lists the runs in runs/; name a run of --run_dir by its folder"

@@ -103,7 +103,10 @@ def _tensors_of(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         raise CheckpointError(f"{path}: contains no state_dict")
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
-        raise CheckpointError(f"{path}: {others[0]!r} is not a tensor, so this is not a model's state_dict")
+        raise CheckpointError(
+            f"{path}: {others[0]!r} is not a tensor, so this is not a model's state_dict. "
+            f"In a file with more than the model, its key is {', '.join(_NESTED[:-1])} or {_NESTED[-1]}"
+        )
     return dict(state), beside
 
 

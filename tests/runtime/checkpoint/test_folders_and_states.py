@@ -325,6 +325,11 @@ def _odds(folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder, 7, client_state=state)
     _, back = engine.load_checkpoint(folder, 7)
     found["values"] = repr(back) == repr(state)
+    engine.client_state = lambda: {"epoch": 3}
+    engine.save_checkpoint(folder, "own")
+    engine.save_checkpoint(folder, "given", client_state={"epoch": 4})
+    own, given = (engine.load_checkpoint(folder, tag)[1] for tag in ("own", "given"))
+    found["function"] = own == {"epoch": 3} and given == {"epoch": 4}
     return found
 
 
@@ -340,7 +345,7 @@ def test_odd_states_and_clear_refusals(tmp_path: Path) -> None:
     }
     for key, text in texts.items():
         assert text in found.pop(key)
-    assert found == dict.fromkeys(found, True) and len(found) == 6
+    assert found == dict.fromkeys(found, True) and len(found) == 7
 
 
 # -- processes that end

@@ -135,6 +135,15 @@ def test_what_others_fill_in_is_left_open(launch: Launch) -> None:
     assert launch("--deepspeed", "ds.json", files={"ds.json": {"zero_optimization": True}}) == (0, "")
 
 
+def test_a_config_that_the_trainer_cannot_read_is_refused_before_it_reads_it(launch: Launch) -> None:
+    text = '{"train_batch_size": 8, // mine\n "zero_optimization": {"stage": 3,}}'
+    files: dict[str, Any] = {"ds.json": text}
+    code, said = launch("--deepspeed", "ds.json", imports="transformers", files=files)
+    assert code == 2 and "--deepspeed ds.json: the Hugging Face Trainer reads plain JSON" in said
+    # our own reader takes it
+    assert launch("--config", "ds.json", imports="zlaunch", files=files) == (0, "")
+
+
 @pytest.mark.parametrize("user", USERS)
 def test_the_plan_says_that_no_config_was_checked(launch: Launch, user: str) -> None:
     """The script may name one itself, as TrainingArguments(deepspeed="ds.json") does."""

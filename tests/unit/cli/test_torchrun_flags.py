@@ -54,7 +54,7 @@ HAND = {**ALONE, "no_ssh": True}
         ("--nproc_per_node 2", HERE, {"num_gpus": 2}),
         ("--nproc-per-node=2 --standalone", HERE, {"num_gpus": 2, "num_nodes": 1, "launcher": "local"}),
         ("--nproc_per_node gpu", HERE, {}),
-        ("--nproc_per_node auto", CPU, {}),
+        ("--nproc_per_node auto", CPU, {"num_gpus": CPU.cores}),
         ("--nproc_per_node gpu --hostfile h", CPU, {"hostfile": "h"}),
         ("--nproc_per_node cpu", CPU, {"num_gpus": 16}),
         ("--nnodes 1 --node_rank 0 --master_port 29501", HERE, {"num_nodes": 1, "master_port": 29501}),

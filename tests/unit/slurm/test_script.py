@@ -469,6 +469,10 @@ def test_script_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         (["submit"], "no script given"),
         (["script", "--time", "soon", "t.py"], "--time 'soon': write it as 90"),
         (["script", "--zlaunch-args", "'", "t.py"], '--zlaunch_args "\'": No closing quotation'),
+        (
+            ["submit", "--zlaunch_args", "--num_gpuss 1", "t.py"],
+            "--zlaunch_args: No such option --num_gpuss. Did you mean --num_gpus?",
+        ),
         (["script", "-o", "/no/such/dir/f", "t.py"], "-o /no/such/dir/f: No such file or directory"),
         (["submit", "/no/such/dir/t.py"], "no script '/no/such/dir/t.py'"),
         (["submit", "none.sbatch"], "no file 'none.sbatch'"),

@@ -370,6 +370,16 @@ def test_a_request_to_save_leaves_a_line_and_one_more_if_nothing_saves(
     assert scene.shown().count(UNSAVED) == is_told
 
 
+def test_workers_that_a_failure_stops_are_not_taken_for_asked_to_save(scene: Scene) -> None:
+    """With time to save, a worker takes SIGTERM for the request."""
+    scene.say(0, {"type": "environment"})
+    scene.end(0, code=1)
+    scene.say(0, {"type": "save_asked", "acts": False})
+    scene.end(1, code=1)
+    scene.run()
+    assert UNSAVED not in scene.shown()
+
+
 def test_a_scripts_own_code_75_is_a_failure_where_nobody_has_saved(scene: Scene) -> None:
     scene.end(0, code=75)
     scene.say(0, {"type": "done", "stays": False})
