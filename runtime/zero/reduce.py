@@ -299,6 +299,24 @@ class GradientReducer:
         assert tensor is not None
         return tensor
 
+    def widen(self, unit: Unit) -> None:
+        """Let a unit's gradient, if it is on the device, rest in the dtype of sums: a value that a script
+        writes may have more digits than the reduced one. Between two passes.
+        """
+        bucket = self._buckets[id(unit)]
+        store = bucket.store
+        if not store.on_device:
+            return
+        grad = store.grad()
+        dtype = self._accumulation_dtype(bucket, single=False)
+        if torch.promote_types(grad.dtype, dtype) == grad.dtype:
+            return
+        if self.options.transient:
+            store.grad_memory = grad.to(dtype)
+        else:
+            self._make_room(bucket, dtype)
+            store.grad_memory = bucket.own
+
     def forget(self, unit: object, index: int) -> None:
         """Drop the gradient of one parameter. Between two passes. Raises RuntimeError where it is on disk,
         OptimizerError where it may have been used.

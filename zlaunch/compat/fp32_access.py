@@ -321,9 +321,12 @@ class _Parameter:
         return fill
 
     def set_grad(self, flat: Tensor) -> None:
-        grad = self.own_grad()
-        if grad is None:
+        if self.own_grad() is None:
             raise RuntimeError("there is no gradient yet: call engine.backward first")
+        assert self.unit.gradients is not None
+        self.unit.gradients.widen(self.unit)
+        grad = self.own_grad()
+        assert grad is not None
         low, high = self.own_range
         with torch.no_grad():
             grad.copy_(flat[low:high] * self.divisor)

@@ -150,3 +150,33 @@ def _set_before_the_first_step() -> list[Any]:
 
 def test_a_state_can_be_set_before_the_first_step() -> None:
     assert run_workers(_set_before_the_first_step, 2) == [[0.5, 0.0, True]] * 2
+
+
+def _set_in_bf16() -> list[bool]:
+    """Set gradients with more digits than bf16 has; tell whether they, and the step of SGD, have them."""
+    zlaunch.init_distributed()
+    kept = []
+    for stage in (0, 1, 2, 3):
+        sgd = {"type": "SGD", "params": {"lr": 1.0}}
+        engine, *_ = zlaunch.initialize(
+            model=net(), config=config(stage, 12, bf16={"enabled": True}, optimizer=sgd)
+        )
+        for batch in batches(2, 12):
+            engine.backward(loss_of(engine, batch))
+            mine = dict(engine.module.named_parameters())["layers.0.up.weight"]
+            before = access.safe_get_full_fp32_param(mine)
+            assert before is not None
+            value = torch.full_like(before, 1 + 2.0**-12)
+            access.safe_set_full_grad(mine, value)
+            found = access.safe_get_full_grad(mine)
+            engine.step()
+            after = access.safe_get_full_fp32_param(mine)
+            kept.append(found is not None and torch.equal(found, value) and after is not None)
+            kept.append(after is not None and torch.equal(after, before - value))
+        engine.destroy()
+    return kept
+
+
+def test_a_gradient_that_is_set_is_not_rounded_to_the_training_dtype() -> None:
+    (kept,) = run_workers(_set_in_bf16, 1)
+    assert kept == [True] * 16

@@ -112,6 +112,25 @@ def test_the_only_gradient_rests_in_the_dtype_that_the_sum_over_the_ranks_has(st
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_value_that_a_script_writes_keeps_its_digits(stage: int) -> None:
+    """Also beside the gradient of another pass in the same step."""
+    reducer, unit = make(stage, keeps_reduced=True)
+    unit.link._native_reduce_scatter = True
+    assert unit.store is not None
+    for value, rest in ((1.0, torch.bfloat16), (2.0, torch.bfloat16)):
+        run(reducer, unit, value, stage=stage)
+        assert grad_of(unit).eq(value).all() and (unit.store.grad().dtype is rest or stage < 2)
+        reducer.widen(unit)
+        assert grad_of(unit).eq(value).all()
+        unit.store.grad().fill_(1 + FINE)
+        unit.store.grad_changed()
+        assert grad_of(unit).eq(1 + FINE).all()
+        run(reducer, unit, value, stage=stage)
+        assert grad_of(unit).eq(1 + FINE + value).all()
+        reducer.clear()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_chosen_dtype_is_sent_whatever_the_number_of_passes(stage: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         reducer, unit = make(stage, dtype)
