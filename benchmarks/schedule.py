@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
 NARROWER = 64
 """Divides the width of the model that runs; its matrices have NARROWER ** 2 times fewer elements."""
 RANKS = 2
-"""Counts the ranks that run. The lengths of collectives are those of the machine's ranks."""
+"""Sets how many ranks run here. Collectives take the time that they take on all GPUs of the `Machine`."""
 STEPS = 4
 """Counts the steps that find orders and settle sizes, before the one that is measured."""
 LIMIT_S = 1200
@@ -79,15 +77,15 @@ class Machine:
     """Operations per second of which MFU is a share."""
 
     def collective(self, nbytes: float) -> int:
-        """Return the nanoseconds of an all-gather or a reduce-scatter of a buffer."""
+        """Return how long an all-gather or reduce-scatter of ``nbytes`` takes, in nanoseconds."""
         return round(1e9 * nbytes * (self.ranks - 1) / self.ranks / self.bus_bytes)
 
     def copy(self, nbytes: float) -> int:
-        """Return the nanoseconds of a kernel that moves so many bytes."""
+        """Return how long a kernel takes to read and write ``nbytes`` of GPU memory, in nanoseconds."""
         return round(1e9 * nbytes / self.memory_bytes)
 
     def compute(self, flops: float) -> int:
-        """Return the nanoseconds of matrix products."""
+        """Return how long matrix products of ``flops`` operations take, in nanoseconds."""
         return round(1e9 * flops / self.flops)
 
 
@@ -176,15 +174,20 @@ def _model(shape: Shape, machine: Machine) -> Any:
         if timeline.cost is not None:
             timeline.spend(current_stream().actor, name, machine.compute(flops))
 
-    width, inner, keys = (n // NARROWER for n in (shape.width, shape.inner, shape.keys))
+    width = shape.width // NARROWER
+    inner = shape.inner // NARROWER
+    keys = shape.keys // NARROWER
 
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
-            self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
-            self.key, self.value = (nn.Linear(width, keys, bias=False) for _ in range(2))
-            self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+            self.query = nn.Linear(width, width, bias=False)
+            self.key = nn.Linear(width, keys, bias=False)
+            self.value = nn.Linear(width, keys, bias=False)
+            self.out = nn.Linear(width, width, bias=False)
+            self.gate = nn.Linear(width, inner, bias=False)
+            self.up = nn.Linear(width, inner, bias=False)
             self.down = nn.Linear(inner, width, bias=False)
 
         def forward(self, hidden: Tensor) -> Tensor:
@@ -266,7 +269,8 @@ def run_rank(name: str, prefetch: float, max_live: float | None, *, checkpoint: 
         nonlocal most
         most = max(most, allocated())
         with without_modes():
-            read, written = (sum(t.numel() * t.element_size() for t in some) for some in (reads, writes))
+            read = sum(tensor.numel() * tensor.element_size() for tensor in reads)
+            written = sum(tensor.numel() * tensor.element_size() for tensor in writes)
         if operation.startswith("all_gather"):
             return machine.collective(scale * written)
         if operation.startswith("reduce_scatter"):
@@ -317,7 +321,8 @@ def run_fsdp2(name: str, *, checkpoint: bool) -> dict[str, Any]:
     numels = [shape.end_numel, *[shape.layer_numel] * shape.layers, shape.end_numel + shape.width]
     flops = [0.0, *[layer_flops(shape)] * shape.layers, head_flops(shape)]
     last = len(numels) - 1
-    gather, reduce = Stream(), Stream()
+    gather = Stream()
+    reduce = Stream()
     gathered: dict[int, Event] = {}
     copied = Event()
     live = most = 0
@@ -370,35 +375,12 @@ def run_fsdp2(name: str, *, checkpoint: bool) -> dict[str, Any]:
 # -- the command
 
 
-def _ranks(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the ranks, and return what rank 0 has found."""
-    from tests.ports import reserved_port
+def _zlaunch() -> dict[str, Any]:
+    """Run the ranks with this command's options, and return what rank 0 has found."""
+    from tests.pretend_gpu.ranks import run_ranks
 
-    with reserved_port() as port:
-        common = {
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_RANK": "0",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-m", "benchmarks.schedule", "--as_rank", *sys.argv[1:]]
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(rank.returncode for rank in ranks):
+    codes, said = run_ranks("benchmarks.schedule", ["--as_rank", *sys.argv[1:]], world=RANKS, limit_s=LIMIT_S)
+    if any(codes):
         raise SystemExit("\n".join(said))
     found: dict[str, Any] = json.loads(said[0].splitlines()[-1])
     return found
@@ -418,7 +400,7 @@ def main() -> None:
         print(json.dumps(found), flush=True)
         os._exit(0)  # threads of the pretended GPU
     shape, machine = SHAPES[options.model]
-    results = {"zlaunch": _ranks(options), "FSDP2": run_fsdp2(options.model, checkpoint=options.checkpoint)}
+    results = {"zlaunch": _zlaunch(), "FSDP2": run_fsdp2(options.model, checkpoint=options.checkpoint)}
     about = {key: getattr(options, key) for key in ("model", "prefetch", "max_live", "checkpoint")}
     print(f"{options.model}: {shape.numel / 1e9:.2f}e9 parameters on {machine.ranks} GPUs")
     for key in results["zlaunch"]:

@@ -136,6 +136,14 @@ NOTHING_SAVES = """
 """
 
 
+def test_a_second_run_in_a_folder_says_that_it_replaces_the_logs(tmp_path: Path) -> None:
+    for number, said in (("first", False), ("second", True)):
+        run = Launch(tmp_path, "--num_gpus", "1", script=f"print('{number}')")
+        assert run.wait() == 0, run.err
+        assert ("logs in run (replacing those of an earlier run)" in run.out + run.err) is said
+        assert run.log(0).strip() == number
+
+
 def test_stop_says_at_once_that_nothing_saves(tmp_path: Path) -> None:
     launch = Launch(tmp_path, "--num_gpus=1", "--no_local_rank", script=NOTHING_SAVES)
     wait_until(lambda: "up" in launch.out, "worker is up")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.ports import reserved_port
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
+from tests.pretend_gpu.ranks import run_ranks
 from tests.selection import sampled_positions
 from tests.unit.cuda_ops.test_kernels_shim import built
 
@@ -34,26 +33,8 @@ GROUPS = {
 
 def run(*arguments: str, world: int) -> list[dict[str, Any]]:
     """What ranks of `python -m tests.pretend_gpu` have found, case by case, rank by rank."""
-    common = {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    with reserved_port() as port:
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.pretend_gpu", *arguments],
-                env={**os.environ, **common, "RANK": str(rank)},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        try:
-            said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    assert [process.returncode for process in ranks] == [0] * world, said
+    codes, said = run_ranks("tests.pretend_gpu", arguments, world=world, limit_s=LIMIT_S)
+    assert codes == [0] * world, said
     return [json.loads(line) for text in said for line in text.splitlines() if line.startswith("{")]
 
 

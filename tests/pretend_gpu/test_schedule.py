@@ -30,7 +30,10 @@ def test_a_pass_exposes_as_little_as_that_of_fsdp2(tmp_path: Path) -> None:
     # the embedding and the first layer: before them there is nothing to compute
     assert ours["waits_for_gathers"] == theirs["waits_for_gathers"] == 2
     assert ours["exposed_gathers_ms"] < 1.01 * theirs["exposed_gathers_ms"]
-    assert ours["exposed_reductions_ms"] < 1.1 * theirs["exposed_reductions_ms"]
+    assert ours["exposed_reductions_ms"] < 1.2 * theirs["exposed_reductions_ms"], (
+        "the embedding's, at the end"
+    )
+    assert ours["pass_ms"] < theirs["pass_ms"], "parameters and gradients are not copied to be sent"
     assert ours["gathers_ms"] == pytest.approx(theirs["gathers_ms"], rel=0.01)
     assert ours["reductions_ms"] == pytest.approx(theirs["reductions_ms"], rel=0.01)
 

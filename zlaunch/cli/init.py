@@ -13,8 +13,8 @@ import click
 from zlaunch.cli.commands import SETTINGS, Command, count_option, option
 from zlaunch.cli.estimate import number
 from zlaunch.cli.model_shape import VOCAB, usual_shape
-from zlaunch.cli.trainer_use import takes_deepspeed_config, trainer_use
 from zlaunch.errors import LaunchError
+from zlaunch.plan.trainer_use import takes_deepspeed_config, trainer_use
 from zlaunch.queue.submit import choose_queue
 
 _SHAPE = re.compile(r"(?:(\d{1,5})x)?(\d{1,5})")

@@ -428,8 +428,8 @@ def _start(chosen: Chosen, ranks: list[int] | None) -> int:
     console.detail(f"launcher {launcher.name}: {chosen.why}")
     if plan is not None and plan.master_addr:
         console.detail(f"rendezvous at {plan.master_addr}:{plan.master_port}")
-    instead = ", in place of those of the run before" if replaces else ""
-    console.message(f"logs in {os.path.relpath(run_dir)}{instead}")
+    replaced = " (replacing those of an earlier run)" if replaces else ""
+    console.message(f"logs in {os.path.relpath(run_dir)}{replaced}")
     if launch.debug_rank is not None:
         from zlaunch.supervisor.debugger import LIFTED
 

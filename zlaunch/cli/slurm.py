@@ -150,6 +150,8 @@ def _check_own_options(own: Sequence[str], command: Sequence[str]) -> None:
         run.make_context("zlaunch", [*own, *command])
     except click.UsageError as error:
         raise click.UsageError(f"--zlaunch_args: {message_of(error)}") from None
+    except click.exceptions.Exit:  # --help, --version
+        raise click.UsageError(f"--zlaunch_args {' '.join(own)!r}: starts no run") from None
 
 
 def _batch_script(command: tuple[str, ...], options: dict[str, Any]) -> BatchScript:

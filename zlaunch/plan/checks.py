@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zlaunch.errors import LaunchError
 from zlaunch.hostfiles.hostlist import ranges
+from zlaunch.plan.trainer_use import trainer_use
 
 if TYPE_CHECKING:
     from zlaunch.plan.plan import Plan
@@ -131,6 +132,15 @@ def _imported(name: str, *, module: bool) -> set[str]:
     lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
     named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
     return {word.partition(" ")[0] for word in named}
+
+
+def _hands_to_trainer(name: str, *, module: bool) -> bool:
+    """Tell whether a script reads the arguments of a Trainer of Hugging Face from its command line."""
+    try:
+        use = trainer_use(str(source_of(name, module=module)))
+    except (OSError, ImportError, ValueError):
+        return False
+    return use is not None and use.parses_arguments
 
 
 def launch_options_of_the_script(command: Sequence[str], *, module: bool) -> str | None:
@@ -260,13 +270,17 @@ def check_configs(
         if not is_used and not os.path.exists(path):
             found.append(f"{option} {name}: no such file{_config_near(path)}")
         elif is_used or os.path.isfile(path):
-            imported = _imported(script, module=module)
-            if option == "--deepspeed" and "transformers" in imported and not is_plain_json(path):
-                raise LaunchError(
-                    f"{option} {name}: the Hugging Face Trainer reads plain JSON: no comments, trailing "
-                    "commas or YAML"
-                )
             found += _check_config(option, path, surely_ours, world_sizes if is_used else (), is_used)
+            # After that check, which names the line of a mistake in a file that nobody could read.
+            if (
+                option == "--deepspeed"
+                and not is_plain_json(path)
+                and _hands_to_trainer(script, module=module)
+            ):
+                raise LaunchError(
+                    f"{option} {name}: the Hugging Face Trainer reads plain JSON: remove comments and "
+                    "trailing commas, and convert YAML"
+                )
     return found
 
 

@@ -138,10 +138,15 @@ def test_what_others_fill_in_is_left_open(launch: Launch) -> None:
 def test_a_config_that_the_trainer_cannot_read_is_refused_before_it_reads_it(launch: Launch) -> None:
     text = '{"train_batch_size": 8, // mine\n "zero_optimization": {"stage": 3,}}'
     files: dict[str, Any] = {"ds.json": text}
-    code, said = launch("--deepspeed", "ds.json", imports="transformers", files=files)
-    assert code == 2 and "--deepspeed ds.json: the Hugging Face Trainer reads plain JSON" in said
-    # our own reader takes it
-    assert launch("--config", "ds.json", imports="zlaunch", files=files) == (0, "")
+    trainer = "os\nfrom transformers import HfArgumentParser, Trainer"
+    said = refused(launch, "--deepspeed", "ds.json", imports=trainer, files=files)
+    assert said.startswith("--deepspeed ds.json: the Hugging Face Trainer reads plain JSON")
+    # our own reader takes it, whoever else is imported
+    for option, user in (("--config", "zlaunch"), ("--deepspeed", "zlaunch, transformers")):
+        assert launch(option, "ds.json", imports=user, files=files) == (0, "")
+    # what nobody can read is named by its line
+    broken = {"ds.json": '{"train_batch_size": 8,\n "zero_optimization": {'}
+    assert "line" in refused(launch, "--deepspeed", "ds.json", imports=trainer, files=broken)
 
 
 @pytest.mark.parametrize("user", USERS)

@@ -473,6 +473,7 @@ def test_script_writes_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str])
             ["submit", "--zlaunch_args", "--num_gpuss 1", "t.py"],
             "--zlaunch_args: No such option --num_gpuss. Did you mean --num_gpus?",
         ),
+        (["script", "--zlaunch_args", "--help", "t.py"], "--zlaunch_args '--help': starts no run"),
         (["script", "-o", "/no/such/dir/f", "t.py"], "-o /no/such/dir/f: No such file or directory"),
         (["submit", "/no/such/dir/t.py"], "no script '/no/such/dir/t.py'"),
         (["submit", "none.sbatch"], "no file 'none.sbatch'"),
