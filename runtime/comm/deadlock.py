@@ -3,13 +3,15 @@
 A rank that calls something collective which another rank does not call (``state_dict`` on rank 0 alone, a
 forward pass that was given up on one rank) would wait until a timeout of half an hour. A thread of each
 process looks at its main thread periodically. While that is blocked in a collective of the runtime, or of
-torch.distributed, the thread publishes in a store which one, and since when. A rank that sees another blocked
-in a different collective, each in need of the other, has the proof: both have been in those waits at one
-moment, and neither wait can end. Where a rank stands still for other reasons, `standing` tells the launcher.
+torch.distributed, the thread publishes in a store which one. Rank 0's thread reads them. Two ranks that are
+blocked in different collectives at one moment, each in need of the other, are the proof that neither wait can
+end. Where a rank stands still for other reasons, `standing` tells the launcher.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 import sys
@@ -33,9 +35,8 @@ from .pending import Key, Waits, waits
 #
 # Tells the launcher where this rank stands still, in the runtime's own words.
 #
-# The launcher sees the stacks of all ranks; what a wait is about, and which collective of a GPU has not
-# ended
-# while the main thread waits for the device, only the process itself knows.
+# The launcher sees the stacks of all ranks. Only the process itself knows what a wait is about, and which
+# collective of a GPU has not ended while the main thread waits for the device.
 
 
 _LOOKS = 3
@@ -124,30 +125,99 @@ class Blocked:
         return self.started.get(f"{key[0]}/{key[1]}", 0) > key[2]
 
 
-def in_vain(mine: Blocked, other: Blocked) -> bool:
-    """Decide whether the two ranks, blocked at one moment, keep each other from going on."""
+def _needed(
+    key: Key | None, other: Key | None, ranks: list[int], blocked: Mapping[int, Blocked]
+) -> list[int]:
+    """Return those ``ranks``, all blocked in ``other``, without which the collective ``key`` cannot end."""
     # Two calls of the script itself are not numbered, so nothing proves that they differ.
-    if mine.key == other.key or (mine.key is None and other.key is None):
-        return False
-    # A collective that this rank has already started needs nothing more from it.
-    needs_me = other.key is None or not mine.has_started(other.key)
-    needs_other = mine.key is None or not other.has_started(mine.key)
-    return needs_me and needs_other
+    if key is None:
+        return ranks if other is not None else []
+    # A collective that a rank has already started needs nothing more from it.
+    return [rank for rank in ranks if not blocked[rank].has_started(key)]
+
+
+class Judge:
+    """Finds ranks that keep each other from going on, in what all ranks have published.
+
+    Note [Both at one moment]: two ranks are deadlocked only if both were in their waits at one moment. A rank
+    that is read with beat n at one look, and with beat n + 2 or more at a later one, was in its wait when it
+    was read first: the second of those beats began after that. A wait is thus known from its first reading to
+    the last one that is two beats old. Within a look the ranks are read one after the other, so that two
+    waits share a moment if they share the time from one look to the next.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._first: dict[int, tuple[int, int]] = {}
+        """Keeps each blocked rank's wait, and the look at which it was first read."""
+        self._beats: dict[int, list[int]] = {}
+        """Keeps the beats of that wait, one for each look since then."""
+
+    def look(self, blocked: Mapping[int, Blocked]) -> dict[int, str]:
+        """Take what the ranks have published; return a verdict for each rank that waits in vain."""
+        self._looks += 1
+        for rank in [rank for rank in self._first if rank not in blocked]:
+            del self._first[rank]
+            del self._beats[rank]
+        at: dict[Key | None, list[int]] = {}
+        for rank, wait in blocked.items():
+            if self._first.get(rank, (0, 0))[0] != wait.wait:
+                self._first[rank] = (wait.wait, self._looks)
+                self._beats[rank] = []
+            self._beats[rank].append(wait.beat)
+            at.setdefault(wait.key, []).append(rank)
+        verdicts: dict[int, str] = {}
+        # By collective, of which there are few; the ranks blocked in one do not keep each other.
+        for (key, ranks), (other, others) in itertools.permutations(at.items(), 2):
+            partners = _needed(key, other, others, blocked)
+            for rank in _needed(other, key, ranks, blocked) if partners else []:
+                partner = next((o for o in partners if self._together(rank, o)), None)
+                if partner is not None:
+                    verdicts.setdefault(rank, _verdict(rank, blocked[rank], partner, blocked[partner]))
+        return verdicts
+
+    def _together(self, rank: int, other: int) -> bool:
+        """Tell whether both were in their waits from one look to the next."""
+        return max(self._first[rank][1], self._first[other][1]) < min(self._until(rank), self._until(other))
+
+    def _until(self, rank: int) -> int:
+        """Return the last look at which the rank is known to have been in its wait."""
+        beats = self._beats[rank]
+        return self._first[rank][1] + bisect.bisect_right(beats, beats[-1] - 2) - 1
+
+
+def _verdict(rank: int, mine: Blocked, partner: int, other: Blocked) -> str:
+    return (
+        f"rank {rank} is deadlocked: it {mine.what}{mine.where}, while rank {partner} "
+        f"{other.what}{other.where}. All ranks must make the same calls: save_checkpoint and "
+        "load_checkpoint at every stage, GatheredParameters at stage 3, state_dict and "
+        "evaluation at stage 3 and with tensor, expert or sequence parallelism"
+    )
 
 
 class DeadlockWatch:
-    """Compares the waits of this process with those of the others, through the store of the ranks'
-    rendezvous.
+    """Publishes this process's waits in the store of the ranks' rendezvous, and reads the verdict there.
+
+    Rank 0 judges for all: its store gets four requests for each blocked rank in a period. If every rank read
+    all others, 1,024 ranks would send it 500,000 requests a second.
     """
 
-    def __init__(self, waits: Waits, rank: int, world_size: int) -> None:
+    def __init__(self, waits: Waits, rank: int, world_size: int, store: Any = None) -> None:
         self._waits = waits
         self._rank = rank
         self._world_size = world_size
-        self._store: Any = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
+        if store is None:
+            store = PrefixStore("zlaunch-watch", dist.distributed_c10d._get_default_store())
+        self._store = store
         self._standing = Standing(waits) if read_environment().event_fd is not None else None
+        self._judge = Judge() if rank == 0 else None
+        self._now: Blocked | None = None
+        self._published = False
         self._ended = threading.Event()
-        self._thread = make_thread(self._look, "zlaunch-watch", daemon=True)
+        self._thread = make_thread(self._run, "zlaunch-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -157,30 +227,32 @@ class DeadlockWatch:
             self._thread.join(5 * PERIOD_S)
         self._store = None
 
-    def _look(self) -> None:
-        now: Blocked | None = None
-        others: dict[int, tuple[Blocked, int]] = {}
-        published = False
+    def _run(self) -> None:
         while not self._ended.wait(PERIOD_S):
             try:
-                before = now
-                now = self._blocked(now)
-                if self._standing is not None:
-                    self._standing.look("" if now is None else now.what)
-                if now is None or before is None or now.wait != before.wait:
-                    others.clear()
-                    if published:
-                        self._publish(None)
-                    published = False
-                    continue
-                self._publish(now)
-                published = True
-                verdict = self._told(now) or self._judge(now, others)
+                verdict = self.look()
             except Exception:  # the store went with rank 0, or the process is ending: nothing left to watch
                 return
-            if verdict is not None:
-                self._end(now, verdict)
+            if verdict is not None and self._now is not None:
+                self._end(self._now, verdict)
                 return
+
+    def look(self) -> str | None:
+        """Take one look; return the verdict about this rank's present wait, if there is one."""
+        before = self._now
+        now = self._blocked(before)
+        self._now = now
+        if self._standing is not None:
+            self._standing.look("" if now is None else now.what)
+        verdict = None
+        if now is not None and before is not None and now.wait == before.wait:
+            self._publish(now)
+            verdict = self._told(now)
+        elif self._published:
+            self._publish(None)
+        if self._judge is not None:
+            self._judge_all(self._judge)
+        return verdict
 
     def _blocked(self, before: Blocked | None) -> Blocked | None:
         """Return where the main thread is, if that is a collective."""
@@ -200,41 +272,33 @@ class DeadlockWatch:
     def _publish(self, value: Blocked | None) -> None:
         text = "" if value is None else json.dumps([getattr(value, n) for n in Blocked.__slots__])
         self._store.set(f"blocked/{self._rank}", text)
+        if self._published != (value is not None):
+            self._published = value is not None
+            self._store.add("count", 1 if self._published else -1)
 
     def _told(self, mine: Blocked) -> str | None:
-        """Read the verdict that another rank has left for this one, about its present wait."""
+        """Read the verdict that rank 0 has left for this one, about its present wait."""
         name = f"verdict/{self._rank}"
         if not self._store.check([name]):
             return None
         wait, verdict = json.loads(self._store.get(name).decode())
         return str(verdict) if wait == mine.wait else None
 
-    def _judge(self, mine: Blocked, others: dict[int, tuple[Blocked, int]]) -> str | None:
-        """Find a rank that this one keeps from going on, and that keeps this one; tell it, too."""
-        for rank in range(self._world_size):
+    def _judge_all(self, judge: Judge) -> None:
+        """Read what all ranks have published, if any has, and leave the verdicts for them.
+
+        Rank 0 reads its own at its next look: its store goes with it, and the others need the time.
+        """
+        blocked: dict[int, Blocked] = {}
+        # A rank that ended while it was blocked stays counted. It costs requests, nothing else.
+        for rank in range(self._world_size if self._store.add("count", 0) > 0 else 0):
             name = f"blocked/{rank}"
-            if rank == self._rank or not self._store.check([name]):
-                continue
-            text = self._store.get(name).decode()
-            if not text:
-                others.pop(rank, None)
-                continue
-            wait, key, what, where, started, beat = json.loads(text)
-            other = Blocked(wait, tuple(key) if key else None, what, where, started, beat)
-            first = others.get(rank)
-            if first is None or first[0].wait != other.wait or not in_vain(mine, other):
-                others[rank] = (other, other.beat)
-            elif other.beat >= first[1] + 2:  # it was there after this rank had begun to look
-                verdict = (
-                    f"rank {self._rank} is deadlocked: it {mine.what}{mine.where}, while rank {rank} "
-                    f"{other.what}{other.where}. All ranks must make the same calls: save_checkpoint and "
-                    "load_checkpoint at every stage, GatheredParameters at stage 3, state_dict and "
-                    "evaluation at stage 3 and with tensor, expert or sequence parallelism"
-                )
-                # Its search ends in vain once this rank stops publishing.
-                self._store.set(f"verdict/{rank}", json.dumps([other.wait, verdict]))
-                return verdict
-        return None
+            text = self._store.get(name).decode() if self._store.check([name]) else ""
+            if text:
+                wait, key, what, where, started, beat = json.loads(text)
+                blocked[rank] = Blocked(wait, tuple(key) if key else None, what, where, started, beat)
+        for rank, verdict in judge.look(blocked).items():
+            self._store.set(f"verdict/{rank}", json.dumps([blocked[rank].wait, verdict]))
 
     def _end(self, mine: Blocked, verdict: str) -> None:
         """Let the main thread raise the verdict, or end the process where it cannot."""

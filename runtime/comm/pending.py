@@ -43,7 +43,7 @@ class Waits:
         self.main: int | None = None
         """Identifies the thread whose waits are noted, once there is a watch."""
         self.make_watch: Callable[[Waits, int, int], DeadlockWatch] | None = None
-        """Makes and starts a watch for a rank and a world size. Without it notes are only taken."""
+        """Makes a watch for a rank and a world size. Without it notes are only taken."""
         self.seconds = 0.0
         """Adds up what the main thread has waited, where there is a watch."""
         self.on_stream: Callable[[Callable[[], object]], object] = lambda wait: wait()
@@ -92,6 +92,7 @@ class Waits:
         if self._watch is None and world_size > 1 and self.make_watch is not None:
             self.main = threading.get_ident()
             self._watch = self.make_watch(self, rank, world_size)
+            self._watch.start()
 
     def stop_watch(self) -> None:
         """End the watch."""

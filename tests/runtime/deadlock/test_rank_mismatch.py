@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net
 from tests.runtime.workers import WorkerError, join, run_workers
-from zlaunch.runtime.comm.deadlock import Blocked, in_vain
+from zlaunch.runtime.comm.deadlock import Blocked, DeadlockWatch, Judge
+from zlaunch.runtime.comm.pending import Key, Waits
 
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
 
@@ -124,17 +127,119 @@ def test_a_pass_that_one_rank_gave_up(env: dict[str, str]) -> None:
         run_workers(_given_up, 2, env=env)
 
 
-def test_when_two_ranks_wait_in_vain() -> None:
-    gather, reduce = (0, "gather", 7), (0, "reduce", 3)
-    mine = Blocked(1, gather, "gathers a", "", {"0/gather": 8, "0/reduce": 3})
-    assert in_vain(mine, Blocked(1, reduce, "reduces b", "", {"0/gather": 7, "0/reduce": 4}))
-    assert in_vain(mine, Blocked(1, None, "calls barrier", "", {"0/gather": 7}))
-    assert not in_vain(mine, Blocked(1, gather, "gathers a", "", {"0/gather": 8}))  # both there: it comes
-    assert not in_vain(mine, Blocked(1, None, "calls barrier", "", {"0/gather": 8}))  # it has joined mine
-    began = Blocked(1, gather, "gathers a", "", {"0/gather": 8, "0/reduce": 4})  # I have joined its own
-    assert not in_vain(began, Blocked(1, reduce, "reduces b", "", {"0/gather": 7, "0/reduce": 4}))
-    user = Blocked(1, None, "calls barrier", "", {})
-    assert not in_vain(user, Blocked(1, None, "calls all_reduce", "", {}))  # torch's own business
+Waiting = tuple[int, Key | None, dict[str, int]]
+"""The number of a rank's wait, its collective, and what the rank has started."""
+
+
+def _verdicts(*looks: tuple[Waiting | None, ...], slow: int | None = None) -> dict[int, str]:
+    """What the judge says at its last look; the thread of rank ``slow`` has looked but once."""
+    judge, found = Judge(), dict[int, str]()
+    for beat, ranks in enumerate(looks):
+        blocked = {
+            rank: Blocked(
+                waiting[0], waiting[1], f"does {waiting[1]}", "", waiting[2], 0 if rank == slow else beat
+            )
+            for rank, waiting in enumerate(ranks)
+            if waiting is not None
+        }
+        found = judge.look(blocked)
+    return found
+
+
+GATHER, REDUCE = (0, "gather", 7), (0, "reduce", 3)
+IN_GATHER: Waiting = (1, GATHER, {"0/gather": 8, "0/reduce": 3})
+IN_REDUCE: Waiting = (1, REDUCE, {"0/gather": 7, "0/reduce": 4})
+
+
+@pytest.mark.parametrize(
+    ("other", "in_vain"),
+    [
+        (IN_REDUCE, True),
+        ((1, None, {"0/gather": 7}), True),
+        ((1, GATHER, {"0/gather": 8}), False),  # both are there: it comes
+        ((1, None, {"0/gather": 8}), False),  # it has joined mine
+    ],
+    ids=str,
+)
+def test_when_two_ranks_wait_in_vain(other: Waiting, in_vain: bool) -> None:
+    found = _verdicts(*[(IN_GATHER, other)] * 4)
+    assert set(found) == ({0, 1} if in_vain else set())
+    if in_vain:
+        assert found[0].startswith(f"rank 0 is deadlocked: it does {GATHER}, while rank 1 does {other[1]}")
+
+
+def test_a_wait_that_is_not_in_vain() -> None:
+    began: Waiting = (1, GATHER, {"0/gather": 8, "0/reduce": 4})  # it has joined what the other waits for
+    assert not _verdicts(*[(began, IN_REDUCE)] * 4)
+    user: Waiting = (1, None, {})
+    assert not _verdicts(*[(user, user)] * 4)  # torch's own business
+
+
+def test_ranks_have_to_wait_at_one_moment() -> None:
+    """A rank is known to have been in its wait at a look once it has looked twice after that."""
+    both = (IN_GATHER, IN_REDUCE)
+    assert set(_verdicts(*[both] * 4)) == {0, 1}
+    assert not _verdicts(*[both] * 3)
+    assert not _verdicts(*[both] * 8, slow=1)  # what it published may be old
+    again = ((2, *IN_GATHER[1:]), IN_REDUCE)
+    assert not _verdicts(*[both] * 3, *[again] * 3)  # not the wait that was seen first
+    assert set(_verdicts(*[both] * 3, *[again] * 4)) == {0, 1}
+    assert not _verdicts(*[both] * 3, (None, IN_REDUCE), *[both] * 3)
+
+
+def test_of_many_ranks_those_that_wait_in_vain_are_told() -> None:
+    gone_on: Waiting = (1, None, {"0/gather": 8, "0/reduce": 4})
+    found = _verdicts(*[(IN_GATHER, gone_on, *[IN_GATHER] * 500, IN_REDUCE, None)] * 4)
+    assert set(found) == {0, *range(2, 503)}
+    assert "while rank 502 does" in found[2]
+
+
+class _CountingStore(HashStore):
+    """Counts requests, as rank 0's store would get them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = 0
+
+    def set(self, *arguments: Any) -> None:
+        self.requests += 1
+        super().set(*arguments)
+
+    def get(self, *arguments: Any) -> bytes:
+        self.requests += 1
+        return super().get(*arguments)
+
+    def check(self, *arguments: Any) -> bool:
+        self.requests += 1
+        return super().check(*arguments)
+
+    def add(self, *arguments: Any) -> int:
+        self.requests += 1
+        return super().add(*arguments)
+
+
+def test_the_requests_of_a_look_do_not_grow_with_the_square_of_the_ranks() -> None:
+    store, watches = _CountingStore(), list[DeadlockWatch]()
+    for rank in range(64):
+        waits = Waits()
+        waits.main = threading.get_ident()
+        waits.now = (1, REDUCE, "reduces b") if rank == 63 else (1, GATHER, "gathers a")
+        waits.started = {"0/gather": 7, "0/reduce": 4} if rank == 63 else {"0/gather": 8, "0/reduce": 3}
+        watches.append(DeadlockWatch(waits, rank, 64, store))
+    told: dict[int, str] = {}
+    for _ in range(8):
+        store.requests = 0
+        verdicts = [watch.look() for watch in watches]
+        assert store.requests <= 6 * 64 + 1  # rank 0 also asks how many are blocked
+        told |= {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
+    assert set(told) == set(range(64))
+    assert told[5].startswith("rank 5 is deadlocked: it gathers a") and "while rank 63 reduces b" in told[5]
+    for watch in watches:
+        watch._waits.now = None
+        assert watch.look() is None
+    store.requests = 0
+    watches[0].look()
+    assert store.requests == 1  # nobody is blocked: rank 0 asks for their number only
 
 
 class _Mixture(nn.Module):
