@@ -50,6 +50,8 @@ def cases(numel: int) -> dict[str, Case]:
 
     eight, four = (_random_bytes(packed_bytes(numel, bits=bits), device) for bits in (8, 4))
     error = torch.randn_like(grad)
+    # A row for each rank of 64, of the same size as one row of them all.
+    ranks = _random_bytes(packed_bytes(numel, bits=4), device).view(64, -1)
     bits = _random_bytes(signs.packed_bytes(numel), device)
 
     def ours() -> None:
@@ -81,10 +83,12 @@ def cases(numel: int) -> dict[str, Case]:
             6.5,
             lambda: quantize_with_error(grad, error, four, bits=4, beta=0.8),
         ),
+        "quantize, 4 bits, for 64 ranks": (2.5, lambda: quantize(grad, ranks, bits=4)),
+        "dequantize, 4 bits, of 64 ranks": (2.5, lambda: dequantize(ranks, out, bits=4)),
         "dequantize, 8 bits": (3, lambda: dequantize(eight, out, bits=8)),
         "dequantize, 4 bits": (2.5, lambda: dequantize(four, out, bits=4)),
         "signs, with error": (8.125, lambda: signs.compress(wide, bits)),
-        "signs back": (4.125, lambda: signs.expand(bits.unsqueeze(0), wide)),
+        "signs back": (4.125, lambda: signs.expand(bits, wide)),
         "prepare": (0, lambda: prepare_step(torch.ones((), device=device), divisor=multiplier, clip=1.0)),
     }
 

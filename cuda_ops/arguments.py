@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -119,6 +119,38 @@ def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], like: T
         check_device(name, tensor, like)
         if tensor.numel() != like.numel():
             raise ValueError(f"{name} has {tensor.numel()} elements, expected {like.numel()}")
+
+
+def check_rows(name: str, rows: Tensor) -> None:
+    """Check that ``rows`` is 2-D, without gaps, with one row or more."""
+    if rows.dim() != 2 or not rows.is_contiguous() or not rows.shape[0]:
+        raise ValueError(
+            f"{name} has shape {list(rows.shape)}, stride {list(rows.stride())}: "
+            "expected a contiguous 2-D tensor with at least one row"
+        )
+
+
+def check_packed(
+    name: str, packed: Tensor, values: Tensor, values_name: str, bytes_of: Callable[[int], int]
+) -> None:
+    """Check that ``packed``, flat or of rows, is uint8 on the device of ``values``, and holds them.
+
+    ``bytes_of``: returns the bytes of a row for a number of elements.
+    """
+    row = packed
+    rows = 1
+    if packed.dim() == 2:
+        check_rows(name, packed)
+        rows = len(packed)
+        row = packed[0]
+    check_flat(name, row, (torch.uint8,))
+    check_device(name, packed, values)
+    if values.numel() % rows:
+        raise ValueError(f"{values_name} has {values.numel()} elements: expected a multiple of {rows} rows")
+    wanted = bytes_of(values.numel() // rows)
+    if row.numel() != wanted:
+        each = f" in each of {rows} rows" if rows > 1 else ""
+        raise ValueError(f"{name} has {row.numel()} bytes, expected {wanted}{each} for {values.numel()}")
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor) -> None:

@@ -2,18 +2,21 @@
 
 This is what ZeRO++ (arXiv 2306.10209) sends in place of parameters (qwZ) and gradients (qgZ), with the error
 feedback of LoCo (arXiv 2407.04480). A packed buffer of n elements has n * bits / 8 bytes of codes, then
-n / block scales in fp32. Codes of 4 bits are two in a byte, the low half first. On CUDA devices kernels of
+n / block scales in fp32. Codes of 4 bits are two in a byte, the low half first. A buffer of rows, one for
+each rank that they go to or come from, is filled or read by one launch. On CUDA devices kernels of
 ``kernels/quantize.cu``, on the CPU numba's where there is numba, else the twins in plain torch: all give the
 same bits.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from . import loader, quantize_host, quantize_twins
-from .arguments import FLOATS, check_device, check_flat, check_range
+from .arguments import FLOATS, check_flat, check_packed, check_range, check_rows
 
 BLOCK = 256
 """Elements that share a scale, if nothing else is said."""
@@ -44,8 +47,9 @@ def packed_bytes(numel: int, *, bits: int, block: int = BLOCK) -> int:
 def quantize(values: Tensor, packed: Tensor, *, bits: int, block: int = BLOCK) -> None:
     """Quantise blocks of ``values`` into ``packed``.
 
-    ``values``: flat, n elements of fp32, bf16, fp16 or float64. ``packed``: flat uint8 of ``packed_bytes(n)``
-    elements on the same device, at an address that is a multiple of 4.
+    ``values``: flat, n elements of fp32, bf16, fp16 or float64. ``packed``: uint8 on the same device, at an
+    address that is a multiple of 4, flat, of ``packed_bytes(n)`` elements; or of shape (rows,
+    ``packed_bytes(n / rows)``), without gaps, where each row takes as many values, one row after the other.
 
     In fp32 (float64 for float64): scale = max(largest absolute value / m, 2^-126), rounded to fp32, with m =
     127 for 8 bits and 7 for 4; code = value * (1 / scale), rounded to the nearest, ties to even, between -m
@@ -89,11 +93,18 @@ def quantize_with_error(
 def dequantize(packed: Tensor, out: Tensor, *, bits: int, block: int = BLOCK) -> None:
     """Write code * scale, in fp32 (float64 if ``out`` is), for all elements of ``packed`` into ``out``.
 
-    ``packed``: as :func:`quantize` fills it. ``out``: flat, n elements of fp32, bf16, fp16 or float64,
-    rounded to the nearest. Raises ValueError for wrong dtypes, shapes, devices, ``bits`` or ``block``.
+    ``packed``: as :func:`quantize` fills it, in one row or in several. ``out``: flat, n elements of fp32,
+    bf16, fp16 or float64, rounded to the nearest. Raises ValueError for wrong dtypes, shapes, devices,
+    ``bits`` or ``block``.
     """
     _check(out, None, packed, bits, block, name="out")
-    _dequantize(packed.unsqueeze(0), out, bits, block)
+    rows = packed if packed.dim() == 2 else packed.unsqueeze(0)
+    s = out.numel() // len(rows)
+    if _for_kernels(out):
+        _launch_dequantize(rows, 1, out, s, bits, block)
+        return
+    for i, row in enumerate(rows):
+        _dequantize_on_host(row.unsqueeze(0), out[i * s : (i + 1) * s], bits, block)
 
 
 @torch.no_grad()
@@ -105,13 +116,12 @@ def dequantize_sum(packed_rows: Tensor, out: Tensor, *, bits: int, block: int = 
     (float64 if ``out`` is), then rounded once. Raises ValueError for wrong dtypes, shapes, devices, ``bits``
     or ``block``.
     """
-    if packed_rows.dim() != 2 or not packed_rows.is_contiguous() or not packed_rows.shape[0]:
-        raise ValueError(
-            f"packed_rows has shape {list(packed_rows.shape)}, stride {list(packed_rows.stride())}: "
-            "expected a contiguous 2-D tensor with at least one row"
-        )
+    check_rows("packed_rows", packed_rows)
     _check(out, None, packed_rows[0], bits, block, name="out", packed_name="packed_rows")
-    _dequantize(packed_rows, out, bits, block)
+    if _for_kernels(out):
+        _launch_dequantize(packed_rows, len(packed_rows), out, out.numel(), bits, block)
+    else:
+        _dequantize_on_host(packed_rows, out, bits, block)
 
 
 def _check(
@@ -127,11 +137,7 @@ def _check(
     check_flat(name, values, WIDE)
     if error is not None:
         check_flat("error", error, tuple(dict.fromkeys((torch.float32, values.dtype))), values)
-    check_flat(packed_name, packed, (torch.uint8,))
-    check_device(packed_name, packed, values)
-    wanted = packed_bytes(values.numel(), bits=bits, block=block)
-    if packed.numel() != wanted:
-        raise ValueError(f"{packed_name} has {packed.numel()} bytes, expected {wanted} for {values.numel()}")
+    check_packed(packed_name, packed, values, name, partial(packed_bytes, bits=bits, block=block))
     if packed.storage_offset() % _SCALE_BYTES or packed.data_ptr() % _SCALE_BYTES:
         raise ValueError(f"{packed_name} must be aligned to {_SCALE_BYTES} bytes")
 
@@ -141,24 +147,39 @@ def _quantize(
 ) -> None:
     if values.numel() == 0:
         return
-    if values.dtype == torch.float64 or not loader.use_kernels(values):
-        run = quantize_host.quantize if _on_host(values) else quantize_twins.quantize
-        run(values, error, packed, bits, block, beta)
+    rows = packed if packed.dim() == 2 else packed.unsqueeze(0)
+    s = values.numel() // len(rows)
+    if _for_kernels(values):
+        row = (s // block, rows.shape[1] // _SCALE_BYTES)
+        numbers = (*row, values.numel(), block, bits, beta, 1 - beta)
+        _launch(
+            "quantize", (values, error, packed, *numbers), values, error, values.numel() // block * _LANES
+        )
         return
-    numbers = (values.numel(), block, bits, beta, 1 - beta)
-    _launch("quantize", (values, error, packed, *numbers), values, error, values.numel() // block * _LANES)
+    run = quantize_host.quantize if _on_host(values) else quantize_twins.quantize
+    for i, row_of in enumerate(rows):
+        part = slice(i * s, (i + 1) * s)
+        run(values[part], None if error is None else error[part], row_of, bits, block, beta)
 
 
-def _dequantize(packed_rows: Tensor, out: Tensor, bits: int, block: int) -> None:
-    if out.numel() == 0:
-        return
-    if out.dtype == torch.float64 or not loader.use_kernels(out):
+def _dequantize_on_host(packed_rows: Tensor, out: Tensor, bits: int, block: int) -> None:
+    if out.numel():
         run = quantize_host.dequantize_sum if _on_host(out) else quantize_twins.dequantize_sum
         run(packed_rows, out, bits, block)
-        return
-    rows, stride = packed_rows.shape
-    numbers = (rows, stride // _SCALE_BYTES, out, out.numel(), block, bits)
-    _launch("dequantize", (packed_rows, *numbers), out, None, out.numel() // _GROUP)
+
+
+def _launch_dequantize(
+    packed_rows: Tensor, added: int, out: Tensor, part_numel: int, bits: int, block: int
+) -> None:
+    """Launch the kernel for parts of ``part_numel`` elements, each the sum of ``added`` rows."""
+    if out.numel():
+        numbers = (added, packed_rows.shape[1] // _SCALE_BYTES, part_numel // block)
+        arguments = (packed_rows, *numbers, out, out.numel(), block, bits)
+        _launch("dequantize", arguments, out, None, out.numel() // _GROUP)
+
+
+def _for_kernels(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.float64 and loader.use_kernels(tensor)
 
 
 def _on_host(tensor: Tensor) -> bool:

@@ -13,14 +13,18 @@ struct Group {
 };
 
 // A warp for each block: its largest value, then codes and errors, for which the block is read again from the cache.
-extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* packed, int64 numel, int64 block,
-                                    int64 bits, float beta, float one_minus_beta) {
+// Rows of row_blocks blocks each have a row of packed, of row_words 4-byte words.
+extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* packed, int64 row_blocks,
+                                    int64 row_words, int64 numel, int64 block, int64 bits, float beta,
+                                    float one_minus_beta) {
   bool fits = aligned<GROUP>(values) && aligned<GROUP>(error), wide = bits == 8;
-  bool pairs = wide && aligned<2>(packed);
-  float* scales = (float*)(packed + numel * bits / 32);
+  bool pairs = wide && aligned<2>(packed) && row_words % 2 == 0;
   int64 lane = threadIdx.x % LANES;
   for (int64 b = first_index() / LANES; b < numel / block; b += index_stride() / LANES) {
     int64 first = b * block + lane * GROUP, stop = (b + 1) * block;
+    int64 row = (uint32)b / (uint32)row_blocks, row_start = row * row_blocks * block;
+    uint32* codes = packed + row * row_words;
+    float* scales = (float*)(codes + row_blocks * block * bits / 32);
     uint32 largest = 0;  // as bits: those of NaN are larger than those of inf
     for (int64 i = first; i < stop; i += LANES * GROUP) {
       Group group = {load<GROUP>(values, i, numel, fits), load<GROUP>(error, i, numel, fits)};
@@ -38,7 +42,7 @@ extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* 
     float scale = fmaxf(BITS_AS_FLOAT(largest) / (wide ? 127.0f : 7.0f), SMALLEST);
     if (largest == 0) scale = 0;
     float inverse = scale > 0 ? 1 / scale : 0;
-    if (lane == 0) scales[b] = finite ? scale : BITS_AS_FLOAT(0x7fc00000);
+    if (lane == 0) scales[b - row * row_blocks] = finite ? scale : BITS_AS_FLOAT(0x7fc00000);
     for (int64 i = first; i < stop; i += LANES * GROUP) {
       Group group = {load<GROUP>(values, i, numel, fits), load<GROUP>(error, i, numel, fits)};
       Words words = {};
@@ -51,7 +55,7 @@ extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* 
         float lost = x - PRODUCT(code, scale);
         group.error.at[k].store(PRODUCT(beta, group.error.at[k].load()) + PRODUCT(one_minus_beta, lost));
       }
-      uint32* target = packed + i * bits / 32;
+      uint32* target = codes + (i - row_start) * bits / 32;
       if (wide) store<2>(target, 0, 2, pairs, words);
       else *target = words.at[0];
       if (finite) store<GROUP>(error, i, numel, fits, group.error);
@@ -59,18 +63,21 @@ extern "C" __global__ void quantize(const VALUES* values, ERROR* error, uint32* 
   }
 }
 
-// A thread for each group, rows in their order. row_words: 4-byte words of a row of packed.
-extern "C" __global__ void dequantize(const uint32* packed, int64 rows, int64 row_words, VALUES* out, int64 numel,
-                                      int64 block, int64 bits) {
+// A thread for each group. out has parts of part_blocks blocks, each the sum of as many rows of packed as added says,
+// in their order: of one part many rows are added, or of many parts each has one row. row_words: 4-byte words of a row.
+extern "C" __global__ void dequantize(const uint32* packed, int64 added, int64 row_words, int64 part_blocks,
+                                      VALUES* out, int64 numel, int64 block, int64 bits) {
   bool fits = aligned<GROUP>(out), wide = bits == 8;
   bool pairs = wide && aligned<2>(packed) && row_words % 2 == 0;
   for (int64 i = first_index() * GROUP; i < numel; i += index_stride() * GROUP) {
-    int64 b = i / block;
+    int64 b = i / block, part = (uint32)b / (uint32)part_blocks;
+    int64 at = (i - part * part_blocks * block) * bits / 32;
+    int64 scale_at = part_blocks * block * bits / 32 + b - part * part_blocks;
     Vector<float, GROUP> sums = {};
-    for (int64 row = 0; row < rows; ++row) {
+    for (int64 row = part; row < part + added; ++row) {
       const uint32* start = packed + row * row_words;
-      Words words = load<2>(start + i * bits / 32, 0, wide ? 2 : 1, pairs);
-      float scale = BITS_AS_FLOAT(start[numel * bits / 32 + b]);
+      Words words = load<2>(start + at, 0, wide ? 2 : 1, pairs);
+      float scale = BITS_AS_FLOAT(start[scale_at]);
 #pragma unroll
       for (int k = 0; k < GROUP; ++k) {
         int code = wide ? (int)(words.at[k / 4] << (24 - 8 * (k % 4))) >> 24 : (int)(words.at[0] << (28 - 4 * k)) >> 28;

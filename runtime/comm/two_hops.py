@@ -232,8 +232,7 @@ class PackedLink(RankLink):
 
         def unpack() -> None:
             # Also this rank's own part: all ranks have to compute with equal values.
-            for row, part in zip(rows.split(n), full.split(s), strict=True):  # type: ignore[no-untyped-call]
-                dequantize(row, part, bits=_BITS)
+            dequantize(rows.view(self.size, n), full, bits=_BITS)
 
         return super().all_gather(rows, own, label, note).then(unpack)
 
@@ -245,13 +244,10 @@ class PackedLink(RankLink):
             return super().reduce_scatter(shard, bucket, label, note)
         packed = torch.empty(self.size, packed_bytes(s, bits=bits), dtype=torch.uint8, device=bucket.device)
         error = self._error(bucket, label)
-        for i, row in enumerate(packed):
-            values = bucket[i * s : (i + 1) * s]
-            if error is None:
-                quantize(values, row, bits=bits)
-            else:
-                beta = self.quantization.beta or 0.0
-                quantize_with_error(values, error[i * s : (i + 1) * s], row, bits=bits, beta=beta)
+        if error is None:
+            quantize(bucket, packed, bits=bits)
+        else:
+            quantize_with_error(bucket, error, packed, bits=bits, beta=self.quantization.beta or 0.0)
         self._add(packed.nbytes)
         got = torch.empty_like(packed)
         sent = dist.all_to_all_single(got, packed, group=self.reduce_group, async_op=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...cuda_ops.signs import compress, expand, packed_bytes
+from ...cuda_ops.signs import compress, expand, expand_sum, packed_bytes
 from ..comm.collectives import Comm
 from ..comm.link import all_gather_flat
 from ..comm.pending import DONE, Pending, Work, waits
@@ -100,10 +100,9 @@ class SignExchange:
         s = values.numel() // size
         # A row for each serving rank: all_to_all_single sends row i to rank i.
         rows = torch.empty(size, packed_bytes(s), dtype=torch.uint8, device=values.device)
-        for row, start in zip(rows, range(0, values.numel(), s), strict=True):
-            # values + alpha * addend becomes signs in the row, and their loss in values: see Note [Error
-            # feedback].
-            compress(values[start : start + s], row, addend=addend[start : start + s], alpha=alpha)
+        # values + alpha * addend becomes signs in the rows, and their loss in values: see Note [Error
+        # feedback].
+        compress(values, rows, addend=addend, alpha=alpha)
         return Average(values, stays, unit, self._to_servers(rows))
 
     def serve(self, average: Average) -> None:
@@ -112,7 +111,7 @@ class SignExchange:
         s = average.values.numel() // len(rows)
         mean = torch.empty(s, dtype=average.values.dtype, device=rows.device)
         # Rows are added in the order of the ranks on every server, so the mean has the same bits in each run.
-        expand(rows, mean, factor=1.0 / len(rows))
+        expand_sum(rows, mean, factor=1.0 / len(rows))
         lost = self._lost.get(average.unit)
         own = torch.empty_like(rows[0])
         # compress() leaves in its first argument what the signs lose: the next error.
@@ -133,12 +132,12 @@ class SignExchange:
         if stays is not None:
             # Signs, not values: about a thirty-second of the memory.
             self._last[average.unit] = rows
-        _expand_parts(rows, found, values if stays else None, stays or 0.0)
+        expand(rows, found, into=values if stays else None, alpha=stays or 0.0)
         return found
 
     def add_last(self, unit: Unit, values: Tensor, alpha: float) -> None:
         """Add ``alpha`` times the last mean of which a part stayed to ``values``."""
-        _expand_parts(self._last[unit], torch.empty_like(values), values, alpha)
+        expand(self._last[unit], torch.empty_like(values), into=values, alpha=alpha)
 
     def _to_servers(self, rows: Tensor) -> Sent:
         """Send a row to each rank; the result are the rows of all ranks for this one."""
@@ -190,14 +189,6 @@ class SignExchange:
     def _work(self, work: object, *tensors: Tensor) -> Work:
         key = waits.next_key(self._comm.number, "signs")
         return Work(work, key, "exchanges the signs of momentum", *tensors)
-
-
-def _expand_parts(rows: Tensor, out: Tensor, into: Tensor | None, alpha: float) -> None:
-    """Write what the rows of signs stand for, a part of ``out`` each; add ``alpha`` times it to ``into``."""
-    s = out.numel() // len(rows)
-    for rank, row in enumerate(rows):
-        part = slice(rank * s, rank * s + s)
-        expand(row.unsqueeze(0), out[part], into=None if into is None else into[part], alpha=alpha)
 
 
 # -- unit step ----------------------------------------------------------------------------------------------

@@ -129,6 +129,20 @@ def compare_quantize(
         twins_of(lambda m=many, e=expected: dequantize_sum(m, e, **options))  # type: ignore[misc]
         assert same(out, expected)
         assert_guarded(out)
+    whole = torch.cat([given, given * 2, given * 3])
+    mine = torch.zeros(3, packed_bytes(numel, bits=bits, block=block), dtype=torch.uint8, device=device)
+    quantize(whole, mine, **options)
+    assert torch.equal(mine, torch.stack([packed(given * k, bits, block) for k in (1, 2, 3)]))
+    error = torch.full_like(whole, 0.01)
+    quantize_with_error(whole, error, mine, beta=0.8, **options)
+    back = torch.empty_like(whole)
+    dequantize(mine, back, **options)
+    for k, row in enumerate(mine):
+        part = slice(k * numel, (k + 1) * numel)
+        once, alone = torch.full_like(given, 0.01), torch.zeros_like(row)
+        quantize_with_error(whole[part], once, alone, beta=0.8, **options)
+        assert torch.equal(row, alone) and same(error[part], once)
+        assert same(back[part], unpacked(row, bits, given, block))
 
 
 # -- here, on the CPU
@@ -344,6 +358,15 @@ def test_rows_are_added_in_their_order(way: str, bits: int) -> None:
     exact, wide = torch.empty(512, dtype=torch.float64), torch.empty(512, dtype=torch.float64)
     dequantize_sum(rows, exact, bits=bits)
     assert torch.equal(exact, sum((unpacked(row, bits, wide) for row in rows), torch.zeros_like(wide)))
+
+
+def test_rows_for_many_ranks_are_one_launch(kernels_on_cpu: CpuKernels) -> None:
+    given, rows = torch.randn(64 * BLOCK), torch.empty(64, packed_bytes(BLOCK, bits=4), dtype=torch.uint8)
+    quantize(given, rows, bits=4)
+    quantize_with_error(given, torch.zeros_like(given), rows, bits=4, beta=0.5)
+    dequantize(rows, given, bits=4)
+    dequantize_sum(rows, given[:BLOCK], bits=4)
+    assert kernels_on_cpu.launched == ["quantize", "quantize", "dequantize", "dequantize"]
 
 
 def test_float64_is_for_torch(kernels_on_cpu: CpuKernels) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zlaunch.cuda_ops import host, loader, signs_host
-from zlaunch.cuda_ops.signs import BLOCK, compress, expand, frozen_adam, packed_bytes
+from zlaunch.cuda_ops.signs import BLOCK, compress, expand, expand_sum, frozen_adam, packed_bytes
 
 from .test_kernels_shim import CpuKernels, kernels_on_cpu, library
 
@@ -32,6 +32,13 @@ def twins_of(function: Callable[[], T]) -> T:
 def same(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors have the same bits, whatever those of NaN."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def same_packed(a: Tensor, b: Tensor, numel: int) -> bool:
+    """Tell whether two packed buffers have the same signs and scales."""
+    bits = numel // 8
+    scales = (each[bits:].clone().view(torch.float32) for each in (a, b))
+    return torch.equal(a[:bits], b[:bits]) and same(*scales)
 
 
 def packed(values: Tensor) -> Tensor:
@@ -59,17 +66,23 @@ def compare_signs(device: str, numel: int, *, offset: int = 0) -> None:
     for values in given:
         mine, theirs = values.clone(), values.clone()
         found, wanted = packed(mine), twins_of(lambda t=theirs: packed(t))  # type: ignore[misc]
-        bits = numel // 8
-        assert torch.equal(found[:bits], wanted[:bits])
-        assert same(found[bits:].clone().view(torch.float32), wanted[bits:].clone().view(torch.float32))
+        assert same_packed(found, wanted, numel)
         assert same(mine, theirs)
         rows.append(found)
     for count in (1, 3):
         many = torch.stack(rows[:count])
         out, wanted = (torch.full((numel,), 5.0, device=device) for _ in "12")
-        expand(many, out, factor=0.3)
-        twins_of(lambda m=many, w=wanted: expand(m, w, factor=0.3))  # type: ignore[misc]
+        expand_sum(many, out, factor=0.3)
+        twins_of(lambda m=many, w=wanted: expand_sum(m, w, factor=0.3))  # type: ignore[misc]
         assert same(out, wanted)
+    whole, out = torch.cat(given), torch.empty(3 * numel, device=device)
+    found = torch.zeros_like(torch.stack(rows))
+    compress(whole, found)
+    assert all(same_packed(mine, theirs, numel) for mine, theirs in zip(found, rows, strict=True))
+    expand(found, out)
+    for part, row in zip(out.view(3, -1), rows, strict=True):
+        expand(row, wanted)
+        assert same(part, wanted)
 
 
 def test_kernels_give_the_bits_of_their_twins(kernels_on_cpu: CpuKernels) -> None:
@@ -140,6 +153,15 @@ def test_where_bits_and_scales_are() -> None:
     assert found[32:].clone().view(torch.float32).tolist() == [2.0] and not values.any()
 
 
+def test_rows_for_many_ranks_are_one_launch(kernels_on_cpu: CpuKernels) -> None:
+    values = some_values(64 * BLOCK)
+    rows = torch.empty(64, packed_bytes(BLOCK), dtype=torch.uint8)
+    compress(values, rows, addend=torch.ones_like(values))
+    expand(rows, values, into=torch.ones_like(values))
+    expand_sum(rows, values[:BLOCK])
+    assert kernels_on_cpu.launched == ["compress", "expand", "expand"]
+
+
 @pytest.mark.parametrize("mode", ["auto", "torch"])
 def test_sums_on_the_way_are_those_of_torch(mode: str) -> None:
     values, other, kept = (some_values(300 * BLOCK) * k for k in (1, 2, 3))
@@ -182,8 +204,11 @@ def test_a_step_with_a_frozen_variance_is_the_formula() -> None:
         (torch.zeros(100), 36, "multiple of 256"),
         (torch.zeros(256), 35, "packed has 35 bytes, expected 36"),
         (torch.zeros(256, dtype=torch.bfloat16), 36, "values is torch.bfloat16"),
+        (torch.zeros(512), (3, 36), "values has 512 elements: expected a multiple of 3 rows"),
+        (torch.zeros(512), (2, 72), "packed has 72 bytes, expected 36 in each of 2 rows for 512"),
+        (torch.zeros(512), (0, 36), "with at least one row"),
     ],
 )
-def test_wrong_arguments_are_refused(values: Tensor, size: int, words: str) -> None:
+def test_wrong_arguments_are_refused(values: Tensor, size: int | tuple[int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         compress(values, torch.zeros(size, dtype=torch.uint8))
