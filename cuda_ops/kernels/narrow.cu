@@ -78,15 +78,15 @@ __device__ inline void narrow(CODES* kept, float* scales, const float* table, bo
   float scale = magnitude < SMALLEST ? 0 : largest & 1 ? magnitude : -magnitude;
   float inverse = finite && scale != 0 ? 1 / scale : 0;
   if (threadIdx.x % LANES == 0) scales[part.block] = finite ? scale : BITS_AS_FLOAT(0x7fc00000);
-  const float* bounds = table + TABLE;
+  const float* bounds = table + TABLE;  // as a tree: see shared_tables
   Vector<CODES, GROUP> codes;
 #pragma unroll
   for (int k = 0; k < GROUP; ++k) {
     float ratio = finite ? PRODUCT(x[k], inverse) : 0;
-    int code = 0;
+    int node = 1;
 #pragma unroll
-    for (int half = TABLE / 2; half > 0; half /= 2)
-      if (bounds[code + half - 1] < ratio) code += half;
+    for (int half = TABLE / 2; half > 0; half /= 2) node = 2 * node + (bounds[node] < ratio);
+    int code = node - TABLE;
     codes.at[k].bits = !has_sign && code == 0 && ratio > 0 ? 1 : code;
   }
   store<GROUP>(kept, part.first, part.numel, part.whole, codes);
@@ -105,12 +105,18 @@ __device__ inline void widen(const CODES* kept, const float* scales, const float
   for (int k = 0; k < GROUP; ++k) x[k] = PRODUCT(table[codes.at[k].bits], scale);
 }
 
-// The tables of both maps in shared memory, for codes.
+// The tables of both maps in shared memory, for codes. Bounds are in breadth-first order, node n before 2n and 2n + 1:
+// in sorted order all lanes of a warp would meet in a few of the 32 banks, since a binary search starts at powers of two.
 template <typename T> __device__ const float* shared_tables(const T*, const float*) { return nullptr; }
 
 __device__ inline const float* shared_tables(const CODES*, const float* tables) {
   __shared__ float copy[4 * TABLE];
-  for (int i = threadIdx.x; i < 4 * TABLE; i += THREADS) copy[i] = tables[i];
+  for (int i = threadIdx.x; i < 4 * TABLE; i += THREADS) {
+    int row = i / TABLE, at = i % TABLE;
+    int rank = at + 1, half = rank & -rank;  // the bound halves a range of 2 * half codes; the last one is not used
+    bool bound = row % 2 == 1 && rank < TABLE;
+    copy[row * TABLE + (bound ? TABLE / 2 / half + rank / (2 * half) : row % 2 == 1 ? 0 : at)] = tables[i];
+  }
   __syncthreads();
   return copy;
 }
