@@ -1,6 +1,6 @@
 """Compute when the gathers and reductions of a step would run on real GPUs, and what of them is exposed.
 
-    python -m benchmarks.schedule [--model 70b] [--checkpoint] [--prefetch 50e6] [--max_live 1e9]
+    python -m benchmarks.schedule [--model 70b] [--checkpoint] [--prefetch 50e6] [--offload nvme]
 
 No GPU is used. Two ranks train a copy of the model whose matrices are 64 times narrower with the real hooks,
 on the pretended GPU of `tests/pretend_gpu`. Each operation there gets the length that it would have in full
@@ -9,7 +9,7 @@ and events of the runtime then decide when it begins. "FSDP2" is computed with t
 order of torch 2.13's `fully_shard`, for a model whose layers, embedding, and norm with head are wrapped.
 
 The lengths are assumptions (`Machine`), so compare systems and options with each other, not with a clock.
-Left out: the loss, activations, kernel launches, and contention between collectives and compute.
+Left out: the loss, activations, kernel launches, disks, and contention between collectives and compute.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,6 +72,8 @@ class Machine:
     """Bytes per second that a rank receives in an all-gather."""
     memory_bytes: float = 2.8e12
     """Bytes per second of GPU memory."""
+    host_bytes: float = 50e9
+    """Bytes per second between a GPU and pinned memory of the host."""
     flops: float = 0.6e15
     """Operations per second that matrix products reach."""
     peak_flops: float = 0.989e15
@@ -83,6 +86,10 @@ class Machine:
     def copy(self, nbytes: float) -> int:
         """Return how long a kernel takes to read and write ``nbytes`` of GPU memory, in nanoseconds."""
         return round(1e9 * nbytes / self.memory_bytes)
+
+    def host_copy(self, nbytes: float) -> int:
+        """Return how long a copy between GPU and host takes, in nanoseconds."""
+        return round(1e9 * nbytes / self.host_bytes)
 
     def compute(self, flops: float) -> int:
         """Return how long matrix products of ``flops`` operations take, in nanoseconds."""
@@ -223,11 +230,17 @@ def _model(shape: Shape, machine: Machine) -> Any:
     return Llama()
 
 
-def _config(prefetch: float, max_live: float | None) -> dict[str, Any]:
-    """Return a config with these sizes and the defaults of others, in elements of the narrow model."""
+def _config(prefetch: float, max_live: float | None, offload: str | None) -> dict[str, Any]:
+    """Return a config with these sizes and the defaults of others, in elements of the narrow model.
+
+    ``offload``: where parameters are kept, "cpu" or "nvme".
+    """
     matrices = NARROWER**2
     # the default limit never keeps a block from being gathered ahead
     limit = {} if max_live is None else {"stage3_max_live_parameters": int(max_live / matrices)}
+    kept = {}
+    if offload is not None:
+        kept["offload_param"] = {"device": offload, "nvme_path": tempfile.gettempdir(), "max_in_cpu": 0}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -236,13 +249,16 @@ def _config(prefetch: float, max_live: float | None) -> dict[str, Any]:
             "stage": 3,
             "stage3_prefetch_bucket_size": int(prefetch / matrices),
             **limit,
+            **kept,
             "stage3_param_persistence_threshold": int(1e5 / NARROWER),  # vectors, such as a norm's weight
         },
         "steps_per_print": 1000,
     }
 
 
-def run_rank(name: str, prefetch: float, max_live: float | None, *, checkpoint: bool) -> dict[str, Any]:
+def run_rank(
+    name: str, prefetch: float, max_live: float | None, *, checkpoint: bool, offload: str | None
+) -> dict[str, Any]:
     """Train as one of the ranks, and return the summary of the last step's pass."""
     from tests.pretend_gpu import device
 
@@ -251,7 +267,7 @@ def run_rank(name: str, prefetch: float, max_live: float | None, *, checkpoint: 
     import torch
 
     import zlaunch
-    from tests.pretend_gpu.memory import allocated, without_modes
+    from tests.pretend_gpu.memory import allocated, is_on_device, without_modes
     from tests.pretend_gpu.modes import running
     from tests.pretend_gpu.streams import DEFAULT
     from tests.pretend_gpu.timeline import timeline
@@ -279,6 +295,8 @@ def run_rank(name: str, prefetch: float, max_live: float | None, *, checkpoint: 
             return 2 * machine.collective(scale * written)
         if operation not in _MOVES:  # the layers spend the time of products
             return 0
+        if not all(map(is_on_device, (*reads, *writes))):
+            return machine.host_copy(scale * written * RANKS / machine.ranks)
         is_shard = any(tensor.numel() in shards for tensor in writes)
         return machine.copy(scale * (read + written) * (RANKS / machine.ranks if is_shard else 1))
 
@@ -287,7 +305,7 @@ def run_rank(name: str, prefetch: float, max_live: float | None, *, checkpoint: 
         model = _model(shape, machine)
         if checkpoint:
             zlaunch.checkpointing.checkpoint_blocks(model)
-        engine, *_ = zlaunch.initialize(model=model, config=_config(prefetch, max_live))
+        engine, *_ = zlaunch.initialize(model=model, config=_config(prefetch, max_live, offload))
         shards |= {unit.numel // RANKS for unit in engine.units}
         tokens = torch.zeros(1, 2, dtype=torch.int64).to(place)
         for step in range(STEPS + 1):
@@ -392,16 +410,23 @@ def main() -> None:
     parser.add_argument("--prefetch", type=float, default=50e6, help="stage3_prefetch_bucket_size")
     parser.add_argument("--max_live", type=float, help="stage3_max_live_parameters")
     parser.add_argument("--checkpoint", action="store_true", help="recompute layers in the backward pass")
+    parser.add_argument("--offload", choices=("cpu", "nvme"), help="where offload_param keeps parameters")
     parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
     parser.add_argument("--as_rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
-        found = run_rank(options.model, options.prefetch, options.max_live, checkpoint=options.checkpoint)
+        found = run_rank(
+            options.model,
+            options.prefetch,
+            options.max_live,
+            checkpoint=options.checkpoint,
+            offload=options.offload,
+        )
         print(json.dumps(found), flush=True)
         os._exit(0)  # threads of the pretended GPU
     shape, machine = SHAPES[options.model]
     results = {"zlaunch": _zlaunch(), "FSDP2": run_fsdp2(options.model, checkpoint=options.checkpoint)}
-    about = {key: getattr(options, key) for key in ("model", "prefetch", "max_live", "checkpoint")}
+    about = {key: getattr(options, key) for key in ("model", "prefetch", "max_live", "checkpoint", "offload")}
     print(f"{options.model}: {shape.numel / 1e9:.2f}e9 parameters on {machine.ranks} GPUs")
     for key in results["zlaunch"]:
         row = "".join(f"{results[system][key]:12.3f}" for system in results)

@@ -578,7 +578,14 @@ class _TileInBuffer(OpenTile):
 
 
 class DiskValues(ValueStore):
-    """Keeps a unit's shard of the values on disk, in the compute dtype."""
+    """Keeps a unit's shard of the values on disk, in the compute dtype.
+
+    Note [Upload beside compute]. A read is started two blocks ahead. The host waits for it when the unit is
+    used, after it has queued the compute of the block in front. The upload and the gather must not wait for
+    that compute: they run on the uploads' stream, after what the compute stream had queued when the memory
+    was allocated. That is done just before the block in front is queued: done with the read, it would take
+    the memory of one block more.
+    """
 
     blocks_ahead = 2
     is_gathered_directly = False
@@ -597,21 +604,37 @@ class DiskValues(ValueStore):
         self._nbytes = aligned(self._numel * self._dtype.itemsize)
         self._offset = file.reserve(self._nbytes)
         self._writes: list[DiskTransfer] = []
+        self._has_room = False
+        self._room: torch.cuda.Event | None = None
+        """Marks the compute stream where the memory of the gather under way was allocated."""
         self.write(0, values)
         self.flush()
 
     def start_gather(self, unit: Unit) -> Pending:
         """Read ahead; the collective starts at the first wait, in the blocks' order."""
         reading = self._start_read()
+        self._has_room = False
 
         def gather() -> None:
             # At the first wait, not when the read ends: reads of several units end in another order on each
             # rank, and collectives need one order.
-            pending = unit.gather_from(reading.values())
-            reading.release()
+            if not self._has_room:
+                self.make_room(unit)
+            own = unit.own_part()
+            upload = self._link.upload(reading.values(), own, self._room)
+            with self._link.behind_uploads():
+                pending = upload.then(unit.gather_from(own).wait)
+                reading.release()
             pending.wait()
 
         return reading.then(gather)
+
+    def make_room(self, unit: Unit) -> None:
+        """Allocate the unit's memory, and mark what the device has queued so far and may still read in it."""
+        if not self._has_room:
+            unit.own_part()
+            self._room = self._link.mark()
+            self._has_room = True
 
     def _start_read(self) -> _Reading:
         self.flush()

@@ -220,6 +220,9 @@ class Prefetch:
             if units:
                 if not self._start([unit for unit in units if unit.state is UnitState.SHARDED]):
                     return
+                if not count:
+                    for unit in units:
+                        unit.make_room()
                 count += 1
                 numel += sum(unit.numel for unit in units)
                 if numel >= self._numel and count >= max(unit.values.blocks_ahead for unit in units):

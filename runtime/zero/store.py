@@ -82,6 +82,11 @@ class ValueStore(ABC):
         assert self.tensor is not None
         return unit.gather_from(self.tensor)
 
+    def make_room(self, unit: Unit) -> None:
+        """Allocate what a gather that has been started needs of the device's memory, before the block in
+        front of the unit's is queued there.
+        """
+
     @abstractmethod
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements from ``start`` on by flat ``values`` of any dtype and memory, not before

@@ -397,6 +397,11 @@ class Unit:
         with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
 
+    def make_room(self) -> None:
+        """Prepare a gather that has been started, before the block in front of this unit's is queued."""
+        if self.state is UnitState.GATHERING:
+            self.values.make_room(self)
+
     def own_part(self) -> Tensor:
         """Return this rank's slice of the flat buffer, whose memory is allocated."""
         self._refill()

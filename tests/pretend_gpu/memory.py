@@ -87,6 +87,15 @@ def _gone(key: int, block: Block) -> None:
         _check_given_back(block)
 
 
+def allocate(block: Block) -> None:
+    """Note that device memory comes from the allocator: what its stream has queued so far may still use it
+    for its former owner. To other streams that is a write of all bytes which they have to come after.
+    """
+    actor = block.stream.actor
+    count = clocks[actor].get(actor, 0)
+    _touch(block, Access(0, block.nbytes, actor, count, True, f"its former owner, before {where()}"))
+
+
 def is_on_device(tensor: Tensor) -> bool:
     """Tell whether a tensor says that it is on the GPU."""
     block = blocks.get(key_of(tensor))
@@ -141,6 +150,7 @@ def resized(storage: Any, nbytes: int) -> None:
         block.nbytes = nbytes
         if nbytes:
             block.stream, block.users, block.born = current_stream(), set(), where()
+            allocate(block)
 
 
 def launch(name: str, reads: list[Tensor], writes: list[Tensor], actor: Actor) -> None:

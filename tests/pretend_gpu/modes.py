@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .clocks import findings, host, host_waits, lock, where
-from .memory import block_of, blocks, is_on_device, is_page_locked, key_of, launch
+from .memory import allocate, block_of, blocks, is_on_device, is_page_locked, key_of, launch
 from .streams import DEVICE, current_stream
 
 CPU = torch.device("cpu")
@@ -107,7 +107,10 @@ class Record(TorchDispatchMode):
         made = [tensor for tensor in _tensors(result) if key_of(tensor) not in seen]
         wish = getattr(_wish, "on_device", None)
         for tensor in made:
-            block_of(tensor).on_device = follow if wish is None else wish
+            block = block_of(tensor)
+            block.on_device = follow if wish is None else wish
+            if block.on_device:
+                allocate(block)
         if any(part in name for part in _NO_READ):
             reads = []
         writes = [] if "empty" in name or name == "aten::resize_" else [*writes, *made]

@@ -36,6 +36,14 @@ def _uploads_do_not_wait() -> list[Change]:
     return [(HostLink, "upload", lambda self, source, target, *after: upload(self, source, target))]
 
 
+def _parameters_are_uploaded_into_memory_that_is_in_use() -> list[Change]:
+    return _uploads_do_not_wait()
+
+
+def _parameters_are_read_from_disk_into_memory_that_is_in_use() -> list[Change]:
+    return _uploads_do_not_wait()
+
+
 def _what_is_uploaded_is_used_at_once() -> list[Change]:
     from zlaunch.runtime.offload.transfer import StreamEvent
 
@@ -238,6 +246,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     for case, make in (
         ("stage 2 host", _downloads_do_not_wait_for_what_made_the_values),
         ("stage 2 host accumulated", _uploads_do_not_wait),
+        ("stage 3 host both", _parameters_are_uploaded_into_memory_that_is_in_use),
+        ("stage 3 disk both", _parameters_are_read_from_disk_into_memory_that_is_in_use),
         ("stage 3 host both", _what_is_uploaded_is_used_at_once),
         ("stage 2 host", _a_source_is_dropped_while_it_is_copied),
         ("stage 2 host", _the_step_reads_gradients_before_they_arrive),

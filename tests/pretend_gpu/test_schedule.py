@@ -42,3 +42,14 @@ def test_a_pass_exposes_as_little_as_that_of_fsdp2(tmp_path: Path) -> None:
 def test_without_prefetch_all_gathers_are_exposed(tmp_path: Path) -> None:
     ours = schedule(tmp_path, "--prefetch", "0")["zlaunch"]
     assert ours["exposed_gathers_ms"] == pytest.approx(ours["gathers_ms"], rel=0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_uploads_run_beside_compute(tmp_path: Path, device: str) -> None:
+    ours = schedule(tmp_path, "--offload", device)["zlaunch"]
+    uploads_and_gathers = ours["gathers_ms"]
+    assert uploads_and_gathers > 150
+    # of the embedding and the first layer
+    assert ours["exposed_gathers_ms"] < uploads_and_gathers / 20
+    assert ours["pass_ms"] < 1.01 * schedule(tmp_path)["zlaunch"]["pass_ms"]
