@@ -43,8 +43,10 @@ class EngineLoader:
         self.epoch = 0
         """Counts the epochs that have begun."""
         self._step_samples = batch_size * world_size
-        self._taken = self._skip = 0
-        """Count this rank's batches: taken from the present epoch, and to be skipped in the next."""
+        self.taken = 0
+        """Counts this rank's batches of the present epoch, 0 between two epochs."""
+        self._skip = 0
+        """Counts this rank's batches to be skipped in the next."""
         self.sampler: ResumableSampler | None = None
         if isinstance(dataset, IterableDataset) and world_size > 1:
             raise ParameterError(
@@ -75,7 +77,7 @@ class EngineLoader:
         self._skip = 0
         epoch = self.epoch
         self.epoch = self.epoch + 1
-        self._taken = skip
+        self.taken = skip
         if self.sampler is None:
             return self._counted(islice(self.loader, skip, None))
         self.sampler.set_epoch(epoch)
@@ -84,15 +86,15 @@ class EngineLoader:
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._taken += 1
+            self.taken += 1
             yield batch
-        self._taken = 0
+        self.taken = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the number of started epochs, and the samples that all ranks have read in the
         current one (0 at its end).
         """
-        return {"epoch": self.epoch, "samples": self._taken * self._step_samples}
+        return {"epoch": self.epoch, "samples": self.taken * self._step_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the position of the next iteration, for any number of ranks."""

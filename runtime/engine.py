@@ -126,6 +126,7 @@ class Engine(nn.Module):
         self._counted = 0
         """Counts the backward passes at the last :meth:`step` that only counted."""
         self._has_warned_of_count = False
+        self._has_warned_of_drops = False
         self._missing_step = MissingStep(is_watched=self._is_managed and sharded.comm.rank == 0)
         finalize(self, self._missing_step.end)
         self._iteration: int | None = None
@@ -547,6 +548,18 @@ class Engine(nn.Module):
             self._prepare_save()
             self.checkpoints.save_and_exit(self.client_state)
 
+    def _warn_of_dropped_gradients(self) -> None:
+        """Warn once where a step lacks the gradients of micro-batches that step() has counted."""
+        passes = self._reducer.passes
+        if passes > self.accumulated or self._has_warned_of_drops:
+            return
+        self._has_warned_of_drops = True
+        if self.global_rank == 0:
+            warn(
+                f"engine.step() after {self.accumulated + 1} micro-batches has the gradients of {passes}: "
+                "zero_grad() between them drops those of earlier ones. Delete it: the step clears gradients"
+            )
+
     def _warn_of_own_count(self) -> None:
         """Warn once where several backward passes come before a step() that only counts: the script seems to
         count micro-batches by itself.
@@ -576,6 +589,7 @@ class Engine(nn.Module):
                 "engine.step() without a backward pass since the last step or zero_grad(): call "
                 "engine.backward(loss) first. optimizer.step() already calls engine.step(): call only one"
             )
+        self._warn_of_dropped_gradients()
         self._reducer.reduce_rest()
         samples = self.train_batch_size()
         if not self._is_managed:

@@ -157,6 +157,14 @@ def reason(job_id: str) -> str:
     return "" if found == "None" else found
 
 
+def has_started(job_id: str) -> bool:
+    """Tell whether a job has ever had nodes, as far as SLURM still knows."""
+    try:
+        return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bStartTime=(\w+)") != "Unknown"
+    except SlurmError:
+        return True
+
+
 def work_folder(job_id: str) -> str:
     """Return the folder that a job starts in; "" where SLURM does not say."""
     try:
@@ -184,7 +192,8 @@ def job_state(text: str) -> str:
 def describe(job_id: str, found: str) -> str:
     """Say how a job stands: "is pending (Priority)", "has ended (CANCELLED)"."""
     if found in FINISHED:
-        return f"has ended ({found})"
+        never = f", and has never started ({reason(job_id)})" if not has_started(job_id) else ""
+        return f"has ended ({found}){never}"
     why = reason(job_id) if found == "PENDING" else ""
     return f"is {found.lower()}" + (f" ({why})" if why else "")
 
@@ -331,6 +340,11 @@ def count_nodes(partition: str | None) -> int | None:
         if len(row) == 2 and row[1].isdecimal() and (partition is not None or row[0].endswith("*"))
     ]
     return sum(counts) if counts else None
+
+
+def partitions() -> list[str]:
+    """Return the names of the partitions; none where sinfo does not answer."""
+    return [line.strip().rstrip("*") for line in _ask_sinfo(None, "%P").splitlines() if line.strip()]
 
 
 def _ask_sinfo(partition: str | None, columns: str) -> str:

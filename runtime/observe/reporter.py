@@ -308,14 +308,15 @@ def _of_schedule(scheduler: Any) -> int | None:
 
 def _until_epoch_ends(engine: Engine) -> dict[str, int]:
     loader = engine.training_dataloader
-    if loader is None or not loader.epoch:
+    if loader is None or not loader.taken:  # the script takes its batches from elsewhere, for now
         return {}
     try:
-        steps = len(loader) * loader.epoch // engine.gradient_accumulation_steps()
+        left = len(loader) - loader.taken
     except TypeError:  # a stream has no length
         return {}
-    # another loader's steps, or those of a run that was resumed with other batches, are not counted here
-    return {"steps": steps, "of_epoch": loader.epoch} if steps >= max(1, engine.global_steps) else {}
+    # From here on: earlier epochs may have been trained on other numbers of ranks, in other batches.
+    more = (engine.accumulated + left) // engine.gradient_accumulation_steps()
+    return {"steps": engine.global_steps + more, "of_epoch": loader.epoch} if left >= 0 else {}
 
 
 def _whole(value: Any) -> int | None:

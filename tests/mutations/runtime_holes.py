@@ -303,8 +303,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/data.py",
-        "        self._taken = skip\n",
-        "        self._taken = 0\n",
+        "        self.taken = skip\n",
+        "        self.taken = 0\n",
         "the position after a resume counts from the resume",
         ("tests/runtime/test_data_loader.py",),
     ),

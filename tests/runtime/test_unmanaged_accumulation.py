@@ -115,6 +115,31 @@ def test_a_script_that_counts_beside_the_engine_is_told_once() -> None:
     assert (said not in second, right) == (True, 3)
 
 
+def _drop_between() -> tuple[str, str]:
+    """Return what is printed where zero_grad() comes after each micro-batch, and where after each step."""
+    join()
+    said = []
+    for each in (True, False):
+        engine, optimizer, *_ = zlaunch.initialize(model=net(), config=config(2, 2, 2))
+        assert optimizer is not None
+        with redirect_stdout(io.StringIO()) as printed:
+            for tokens in batches(3, 8):
+                for index, micro in enumerate(tokens.split(4)):
+                    loss_of(engine, micro[engine.global_rank * 2 :][:2]).backward()
+                    optimizer.step()
+                    if each or index:
+                        optimizer.zero_grad()
+        said.append(printed.getvalue())
+        engine.destroy()
+    return said[0], said[1]
+
+
+def test_a_script_that_drops_gradients_between_micro_batches_is_told_once() -> None:
+    (each, after), (other, _) = run_workers(_drop_between, 2)
+    assert each.count("engine.step() after 2 micro-batches has the gradients of 1: zero_grad() between") == 1
+    assert "zero_grad" not in other + after
+
+
 def _never_step() -> dict[str, list[str]]:
     """Return what loops print that make backward passes without a step() for each, by name: after the passes
     and at the end of the engine.

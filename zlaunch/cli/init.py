@@ -160,7 +160,8 @@ def init(
         command = f"sbatch {batch_file}"
     elif nodes > 1:
         command = f"zlaunch --hostfile hosts --num_gpus {count} {command_line}"
-        click.echo(f"hosts: write one line for each of the {nodes} nodes: NAME slots={count}")
+        if not os.path.exists("hosts"):
+            click.echo(f"hosts: write one line for each of the {nodes} nodes: NAME slots={count}")
     click.echo(f"then: {command}")
 
 

@@ -173,6 +173,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
             return f"{text}: use --{ours}."
     if bare in ("dry_run", "dry-run") and error.ctx.command_path == "zlaunch slurm submit":
         return f"{text}: `zlaunch slurm script` prints the batch file and submits nothing."
+    if bare == "after" and "--sbatch" in known:
+        return f'{text}: use --sbatch "--dependency=afterok:JOB"'
     if "--sbatch" in known and bare.replace("-", "_") in _OF_SBATCH:
         return f'{text}: in SLURM, use --sbatch "--{bare.replace("_", "-")}=VALUE"'
     if "--zlaunch_args" in known and _is_of_a_launch(bare.replace("-", "_")):

@@ -87,7 +87,9 @@ def _show_slurm(*, as_json: bool, show_all: bool) -> int:
     from zlaunch.slurm.commands import own_jobs
 
     if show_all:
-        raise click.UsageError("--all: ended jobs are in SLURM's accounting; use sacct")
+        raise click.UsageError(
+            "--all: sacct lists ended jobs, and `zlaunch ps --all` their runs in this folder"
+        )
     jobs = own_jobs()
     if as_json:
         print(json.dumps(jobs, indent=2))

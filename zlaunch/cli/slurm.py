@@ -208,10 +208,24 @@ def warn_of_options(batch: BatchScript, *, asks_for_gpus: bool = True) -> None:
             f"--signal {batch.signal} and --time {batch.time}: the job gets the signal as soon as it starts. "
             "Give fewer seconds, or more time"
         )
+    if _warn_of_partition(batch):
+        return
     _warn_of_nodes(batch)
     if asks_for_gpus or batch.gpus_per_node is not None:
         _warn_of_gpus(batch)
     warn_of_one_core(batch)
+
+
+def _warn_of_partition(batch: BatchScript) -> bool:
+    """Tell the user that the cluster has no such partition, as far as sinfo tells it; return whether."""
+    from zlaunch.slurm.commands import partitions
+
+    known = partitions() if batch.partition is not None else []
+    # sbatch takes several, one of which the job gets.
+    missing = [name for name in (batch.partition or "").split(",") if known and name not in known]
+    if missing:
+        _warn(f"--partition {', '.join(missing)}: this cluster has {', '.join(known)}")
+    return bool(missing)
 
 
 def _warn_of_nodes(batch: BatchScript) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.trust import Folder, UntrustedError, check_folder
-from zlaunch.slurm.commands import FINISHED, describe, job_state, list_living
+from zlaunch.slurm.commands import FINISHED, describe, has_started, job_state, list_living
 from zlaunch.supervisor import run_folder
 from zlaunch.supervisor.run_folder import is_locked
 from zlaunch.system import boot_clock
@@ -211,9 +211,13 @@ def find_run(text: str) -> FoundRun:
     names = [run.name for run in known_here] + [run.record.name for run in known_here if run.record.name]
     names += [str(run.path) for run in find_runs(places[0].parent)]
     if state := job_state(text):
-        ended = f"it has left no run here. Its output says why, slurm-{text}.out unless --output names it"
-        has_none = ended if state in FINISHED else "its run has not begun"
-        raise LaunchError(f"SLURM job {text} {describe(text, state)}: {has_none}")
+        has_none = ": its run has not begun"
+        if state in FINISHED:
+            output = (
+                f": it has left no run here. Its output says why, slurm-{text}.out unless --output names it"
+            )
+            has_none = output if has_started(text) else ""
+        raise LaunchError(f"SLURM job {text} {describe(text, state)}{has_none}")
     near = difflib.get_close_matches(text, names, n=1)
     others = "; `zlaunch ps --all` lists the runs in runs/; name a run of --run_dir by its folder"
     hint = f", did you mean {near[0]!r}?" if near else others

@@ -266,7 +266,8 @@ class HangWatch:
         meet = any(each.waits and each.call != "init_process_group" for each in positions.values())
         if not self._was_active and not meet:
             parts.append("  they may still be starting: give --hang_timeout more seconds")
-        parts.append("  what each was doing:")
+        if texts:
+            parts.append("  what each was doing:")
         for rank in sorted(texts):
             lines = texts[rank].splitlines()[-_STACK_LINES:]
             parts += [f"  rank {rank}:", *(f"    | {line}" for line in lines)]

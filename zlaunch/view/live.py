@@ -24,6 +24,8 @@ _OTHER_LINES = 16
 """Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
 _LIVING = ("running", "on ")
+_SILENT_S = 10.0
+"""Sets the age from which that of the last report is shown."""
 """How the states of runs begin that have not ended, on this host or another one."""
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
 """Colors of the parts of a step, in the order of TIMES."""
@@ -83,7 +85,10 @@ def _headline(progress: RunProgress, title: str, state: str, now: float) -> Rend
         words.append(f"restart {progress.attempt}")
     if progress.step is not None:
         words.append(f"step {progress.step}{_total_of(progress)}")
-    left = progress.seconds_left()
+        silent = now - progress.ranks[0].heard
+        if state.startswith(_LIVING) and silent >= _SILENT_S:
+            words[-1] += f" as of {span(silent)} ago"
+    left = progress.seconds_left(now)
     if left is not None and state.startswith(_LIVING):
         words.append(f"{span(left)} left" + (" in the epoch" if progress.of_epoch else ""))
     line = Text(" · ".join(word for word in words if word), style="bold")

@@ -219,14 +219,19 @@ class RunProgress:
         value = self.ranks[0].values.get(name) if 0 in self.ranks else None
         return int(value) if value is not None else None
 
-    def seconds_left(self) -> float | None:
-        """Return how long the rest takes at the mean speed of this attempt; None where that is not known."""
+    def seconds_left(self, now: float | None = None) -> float | None:
+        """Return how long the rest takes at the mean speed of this attempt, from the last report on, or from
+        ``now``; None where that is not known, or if it should have ended by now.
+        """
         step = self.step
         steps = self.steps
         if step is None or not steps or self._first_step is None or step <= self._first_step[0]:
             return None
         first, when = self._first_step
-        return max(0.0, (self.ranks[0].heard - when) / (step - first) * (steps - step))
+        heard = self.ranks[0].heard
+        left = (heard - when) / (step - first) * (steps - step)
+        since = 0.0 if now is None else max(0.0, now - heard)
+        return left - since if left >= since else None
 
     def facts(self) -> dict[str, float]:
         """Return what is known of rank 0's steps besides times: its last values, and what it can reach."""

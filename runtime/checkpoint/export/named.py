@@ -5,6 +5,7 @@ Part of the stand-alone script (``script.py``): needs torch alone.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,9 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
             )
         left = [name for name in names if name != chosen]
         others = f"; others: {_listed(left)}" if left else ""
-        print(f"zlaunch: {folder}: using {chosen}{others}", file=sys.stderr, flush=True)
+        best = _best_of_trainer(folder / chosen)
+        told = f". The Trainer's best is {best}: --tag {best}" if best in left else ""
+        print(f"zlaunch: {folder}: using {chosen}{others}{told}", file=sys.stderr, flush=True)
         return chosen
     if tag == "auto":
         for name, path in inner.items():
@@ -69,6 +72,15 @@ def _choose_of_trainer(folder: Path, inner: Mapping[str, Path], tag: str | None)
     if tag not in inner:
         raise CheckpointError(f"{folder}: has no checkpoint {tag!r}: use one of {_listed(names)}")
     return tag
+
+
+def _best_of_trainer(path: Path) -> str | None:
+    """Return the name of the best checkpoint so far, as a Trainer's ``checkpoint-N`` knows it."""
+    try:
+        best = json.loads((path / "trainer_state.json").read_text())["best_model_checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError):  # its weights are what counts here
+        return None
+    return Path(best).name if isinstance(best, str) else None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -154,6 +154,21 @@ def test_an_incomplete_one_is_marked_and_the_newest_complete_one_used(
     assert f"{out}: using checkpoint-300; others: checkpoint-200" in said and f"{warning}: it has the" in said
 
 
+def test_the_best_is_named_where_the_newest_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for step in (100, 200, 300):
+        lay_out(out, step)
+    for best, told in (("out/checkpoint-200", True), ("out/checkpoint-300", False), (None, False)):
+        (out / "checkpoint-300" / "trainer_state.json").write_text(
+            json.dumps({"best_model_checkpoint": best})
+        )
+        assert main(["checkpoint", "export", str(out), str(tmp_path / "weights")]) == 0
+        advice = ". The Trainer's best is checkpoint-200: --tag checkpoint-200" if told else ""
+        assert f"others: checkpoint-200, checkpoint-100{advice}\n" in capsys.readouterr().err
+
+
 def test_no_name_of_the_stand_alone_script_hides_another() -> None:
     counts = Counter(
         name

@@ -32,6 +32,7 @@ def found(
         training_dataloader=loader,
         lr_scheduler=scheduler,
         global_steps=steps,
+        accumulated=0,
         gradient_accumulation_steps=lambda: micro_batches,
     )
     return find_total_steps(load({"train_batch_size": 1, **config}).config, loop)
@@ -68,15 +69,29 @@ def _loop() -> Any:
 def test_a_loader_tells_the_steps_until_the_end_of_the_epoch() -> None:
     loader = EngineLoader(list(range(40)), batch_size=2, rank=0, world_size=2)  # type: ignore[arg-type]
     assert found(loader=loader) == {}, "the script may never read it"
+    step = 0
     for epoch in (1, 2):
         for _ in loader:
-            assert found(loader=loader) == {"steps": 10 * epoch, "of_epoch": epoch}
-    assert found(loader=loader, micro_batches=3) == {"steps": 6, "of_epoch": 2}
-    assert found(loader=loader, steps=21) == {}, "another loader's steps"
+            step += 1
+            assert found(loader=loader, steps=step) == {"steps": 10 * epoch, "of_epoch": epoch}
+        assert found(loader=loader, steps=step) == {}, "what comes is not from this loader"
+    next(iter(loader))
+    assert found(loader=loader, micro_batches=3, steps=7) == {"steps": 10, "of_epoch": 3}, "9 of 3 each"
     assert found(loader=loader, scheduler=SimpleNamespace(total_steps=15)) == {"steps": 15}
     stream = EngineLoader(Stream(), batch_size=2, rank=0, world_size=1)
     next(iter(stream))
     assert found(loader=stream) == {}
+
+
+def test_earlier_epochs_on_another_number_of_ranks_count_as_they_were_trained() -> None:
+    data: Any = list(range(40))
+    before = EngineLoader(data, batch_size=2, rank=0, world_size=2)
+    list(before)
+    after = EngineLoader(data, batch_size=2, rank=0, world_size=1)
+    after.load_state_dict(before.state_dict())
+    for taken, _ in enumerate(after, 1):
+        assert found(loader=after, steps=10 + taken) == {"steps": 30, "of_epoch": 2}
+    assert taken == 20
 
 
 def test_the_scripts_own_number_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

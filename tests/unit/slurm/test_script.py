@@ -670,6 +670,7 @@ def test_the_file_asks_for_cores(
         ("--num_nodes 3 train.py", ""),
         ("--num_nodes 4 train.py", "--num_nodes 4: the default partition has fewer nodes; the maximum is 3"),
         ("-N 9 --partition x train.py", "--num_nodes 9: partition x has fewer nodes; the maximum is 8"),
+        ("-N 9 --partition x,gpus train.py", "--partition gpus: this cluster has x"),
     ],
 )
 def test_what_is_probably_a_mistake_is_a_warning(
@@ -686,7 +687,10 @@ def test_what_is_probably_a_mistake_is_a_warning(
     gpus = () if "num_gpus" in options else ("--num_gpus", "2")
     monkeypatch.setattr(queue, "node_sizes", lambda partition: [(64, 2), (64, 0)])
     lines = ["x|8"] if "--partition" in options else ["gpu*|2", "x|5", "gpu*|1"]
-    program = programs(tmp_path / "bin", sinfo=shell("\n".join(lines)))
+    counts = "\n".join(lines)
+    names = "\n".join(line.partition("|")[0] for line in lines)
+    sinfo = f'#!/bin/sh\ncase "$*" in *%D*) echo "{counts}";; *) echo "{names}";; esac\n'
+    program = programs(tmp_path / "bin", sinfo=sinfo)
     monkeypatch.setenv("PATH", f"{program}:{os.environ['PATH']}")
     assert main(["slurm", "script", "-c", "8", *gpus, *options.split()]) == 0
     shown = capfd.readouterr()

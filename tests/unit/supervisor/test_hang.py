@@ -186,6 +186,7 @@ def test_ranks_that_have_ended() -> None:
     lines = watch.report().splitlines()
     assert lines[1] == "  rank 1 on n1 has ended with code 0"
     assert lines[2] == "  ranks 0, 2 give no answer"
+    assert "what each was doing" not in "\n".join(lines), "nobody has answered"
 
 
 def test_ranks_that_have_never_said_anything_may_still_be_starting() -> None:

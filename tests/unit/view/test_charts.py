@@ -76,7 +76,7 @@ def test_the_picture_of_a_run() -> None:
     console.print(draw(run, "runs/[a]", "running", 23.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO from above
     for part in (
-        "runs/[a] · running · 22 s · step 20 of 100 · 1 min 20 s left",
+        "runs/[a] · running · 22 s · step 20 of 100 · 1 min 18 s left",
         "step 20/100 loss 2 lr 1.0e-03",
         "2 steps skipped for overflows",
         "forward 3 ms",

@@ -11,10 +11,10 @@ from zlaunch.view.live import draw
 from zlaunch.view.progress import RunProgress
 
 
-def drawn(*events: dict[str, Any], state: str = "running") -> str:
+def drawn(*events: dict[str, Any], state: str = "running", now: float = 9.0) -> str:
     progress = RunProgress().take_all({"time": 1.0 + at, **event} for at, event in enumerate(events))
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(draw(progress, "run", state, 9.0))
+    console.print(draw(progress, "run", state, now))
     return console.export_text()
 
 
@@ -46,6 +46,15 @@ def test_a_total_that_is_an_epochs_is_called_so() -> None:
     assert "epoch" not in drawn(*(metrics(step=step, steps=32) for step in (1, 2)))
     own = metrics(step=3, steps=100)  # the script begins to report a total of its own
     assert "step 3 of 100" in drawn(*events, own) and "epoch" not in drawn(*events, own)
+
+
+def test_what_was_reported_long_ago_is_called_so() -> None:
+    events = [{**metrics(step=step, steps=9), "time": 100.0 + step} for step in (1, 2)]
+    assert "step 2 of 9 · 4 s left" in drawn(*events, now=105.0)
+    assert "step 2 of 9 as of 12 s ago" in drawn(*events, now=114.0) and "left" not in drawn(
+        *events, now=114.0
+    )
+    assert "ago" not in drawn(*events, now=114.0, state="ended 0").splitlines()[0]
 
 
 def test_a_run_on_another_host_grows_older_while_its_workers_start() -> None:

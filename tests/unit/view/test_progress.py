@@ -33,6 +33,7 @@ def test_a_run() -> None:
     assert (run.step, run.steps, run.seconds_left()) == (10, 100, None)
     run.take(metrics(0, 21.0, step=20, loss=1.5, val_loss=1.75))
     assert run.seconds_left() == 80.0  # a step takes a second
+    assert (run.seconds_left(31.0), run.seconds_left(101.5)) == (70.0, None)
     assert run.series["loss"].shown() == [(10, 2.0), (20, 1.5)]
     assert run.series["val_loss"].shown() == [(20, 1.75)]
     assert run.ranks[1].peak_gb == 0.75 and run.ranks[0].state == "running"
