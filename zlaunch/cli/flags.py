@@ -236,8 +236,8 @@ _RENDEZVOUS_INSTEAD = {
 _BY_EACH_NODE = ("standard", "nossh")
 """Values of --deepspeed_multinode_launcher: the user starts the command on every node."""
 _TR_INSTEAD = {
-    "--numa_binding": (True, "use --bind_cores_to_rank"),
-    "--enable_cpu_affinity": (False, "use --bind_cores_to_rank"),
+    "--numa_binding": (True, "use --bind node (the default) or --bind cores"),
+    "--enable_cpu_affinity": (False, "use --bind cores"),
     "--shutdown_timeout": (True, "use --grace SECONDS"),
     "--signals_to_handle": (True, "SIGTERM, SIGINT and SIGHUP end a run; SIGUSR1 asks it to save and stop"),
     "--logs_specs": (True, "every rank's log is in the run's folder: --run_dir DIR"),

@@ -14,7 +14,7 @@ import click
 from zlaunch.cli.commands import count_option, option, seconds_option
 from zlaunch.cli.flags import deepspeed_flags, take_launcher
 from zlaunch.launchers.registry import NAMED
-from zlaunch.plan.options import COMPAT_CHOICES
+from zlaunch.plan.options import BIND_CHOICES, COMPAT_CHOICES
 
 _PLACE = "Where to run"
 _WORKERS = "Workers"
@@ -142,8 +142,12 @@ LAUNCH = (
     ),
     _place("--workdir", metavar="DIR", help="Working directory on every node.  [default: the current one]"),
     _worker(
-        "--bind_cores_to_rank", is_flag=True, help="Bind each worker to its share of the node's CPU cores."
+        "--bind",
+        type=click.Choice(BIND_CHOICES),
+        help="Bind each worker to the CPU cores near its GPU (node), to its share of them (cores), or not at "
+        "all.  [default: node]",
     ),
+    _worker("--bind_cores_to_rank", is_flag=True, help="The same as --bind cores."),
     _worker("--bind_core_list", metavar="CORES", help="Cores to share out between the workers: 0-7,16-23."),
     _worker("-m", "--module", is_flag=True, help="SCRIPT is a module name, as with python -m."),
     _worker(

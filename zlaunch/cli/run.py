@@ -91,7 +91,7 @@ def launch_of(command: tuple[str, ...], given: Mapping[str, Any], allocation: Al
     Raises click.UsageError and LaunchError.
     """
     from zlaunch.launchers.found import take_pod
-    from zlaunch.plan.checks import check_port, parse_cores, shared_imports
+    from zlaunch.plan.checks import check_port, how_to_bind, parse_cores, shared_imports
 
     mode, given = _checked(command, given)
     take_pod(given, allocation)
@@ -122,7 +122,7 @@ def launch_of(command: tuple[str, ...], given: Mapping[str, Any], allocation: Al
         heartbeat_s=given["heartbeat"],
         # A rank that stands at a breakpoint writes nothing.
         hang_timeout_s=given["hang_timeout"] if given["debug"] is None else 0.0,
-        bind_cores=given["bind_cores_to_rank"],
+        bind=how_to_bind(given["bind"], given["bind_cores_to_rank"], has_list=cores is not None),
         core_list=cores,
         connect_timeout_s=given["connect_timeout"],
         spares=given["spares"] or 0,

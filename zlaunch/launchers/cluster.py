@@ -17,6 +17,7 @@ from zlaunch.plan.options import DEFAULT_HOSTFILE, Launch, agreed_port, forwarde
 from zlaunch.plan.plan import NodeSpec, Plan
 from zlaunch.plan.world_sizes import possible_world_sizes
 from zlaunch.supervisor.nodes import close_all, connect, kill_leftovers_on_hosts
+from zlaunch.system.cores import flat
 
 if TYPE_CHECKING:
     from zlaunch.slurm.environment import Allocation
@@ -157,6 +158,7 @@ class ClusterLauncher(Launcher):
             raise NodeError(
                 node.host, f"slot {missing[-1]} was asked for, but it has {facts.describe_devices()}", missing
             )
+        near = [facts.near[slot] for slot in slots] if facts.devices else []
         env = dict(self.environ)
         if interface and "GLOO_SOCKET_IFNAME" not in env:
             env["GLOO_SOCKET_IFNAME"] = interface
@@ -165,11 +167,12 @@ class ClusterLauncher(Launcher):
         return NodeSpec(
             node.host,
             workers=len(slots),
-            cores=len(facts.cores),
+            cores=len(flat(facts.cores)),
             devices=tuple(facts.devices[slot] for slot in slots) if facts.devices else (),
             slots=tuple(slots) if facts.devices else (),
             env=env,
-            bound=launch.bound_cores(facts.cores, len(slots), node.host),
+            bound=launch.bound_cores(facts.cores, near, len(slots), node.host),
+            shares_cores=launch.shares_cores,
             python=launch.python,
             is_local=node.link.transport.local,
         )

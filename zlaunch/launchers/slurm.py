@@ -96,7 +96,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
     def own_plan(self, attempt: int) -> Plan:
         """Make this task's part of the step's plan. Raises LaunchError."""
         from zlaunch.slurm.environment import in_step_place
-        from zlaunch.system.machine import cores_by_numa, discover
+        from zlaunch.system.cores import flat, usable_cores
+        from zlaunch.system.machine import discover
 
         launch = self.launch
         allocation = self.allocation
@@ -121,7 +122,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
             node = NodeSpec(
                 host,
                 workers=1,
-                cores=len(cores_by_numa()),
+                cores=len(flat(usable_cores())),
                 env=env,
                 devices=(tokens[place.local_task % len(tokens)],) if tokens else (),
                 slots=(place.local_task % len(tokens),) if tokens else (),

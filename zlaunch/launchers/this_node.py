@@ -25,6 +25,7 @@ from zlaunch.launchers.base import (
 from zlaunch.plan.options import Launch, own_names
 from zlaunch.plan.plan import NodeSpec, NodeSubset, Plan, shown_host
 from zlaunch.supervisor.nodes import SLOW_S, AgentConnection, Node
+from zlaunch.system.cores import cpus_near, flat, usable_cores
 from zlaunch.system.machine import Devices, discover, has_debugpy
 from zlaunch.transports.local import open_local
 
@@ -98,17 +99,17 @@ class ThisNodeLauncher(Launcher):
         self, host: str, slots: Sequence[int], tokens: Sequence[str], env: Mapping[str, str]
     ) -> NodeSpec:
         """Describe this machine with the chosen slots; `tokens` are its GPUs, none for CPU workers."""
-        from zlaunch.system.machine import cores_by_numa
-
-        cores = cores_by_numa()
+        cores = usable_cores()
+        chosen = [tokens[slot] for slot in slots] if tokens else []
         return NodeSpec(
             host,
             workers=len(slots),
-            cores=len(cores),
-            devices=tuple(tokens[slot] for slot in slots) if tokens else (),
+            cores=len(flat(cores)),
+            devices=tuple(chosen),
             slots=tuple(slots) if tokens else (),
             env=env,
-            bound=self.launch.bound_cores(cores, len(slots), host),
+            bound=self.launch.bound_cores(cores, cpus_near(chosen, os.environ), len(slots), host),
+            shares_cores=self.launch.shares_cores,
         )
 
 

@@ -192,8 +192,10 @@ def _take_debugger(event_fd: int) -> None:
 
 def _bind(cpus: str) -> None:
     """Run on these CPUs alone; memory then comes from their NUMA node by itself."""
+    from zlaunch.system.cores import parse_cpus
+
     try:
-        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+        os.sched_setaffinity(0, parse_cpus(cpus))
     except OSError as error:
         print(f"zlaunch: cannot bind to cores {cpus}: {error.strerror}", file=sys.stderr)
 

@@ -231,6 +231,16 @@ def check_shown_local_ranks(ranks: Sequence[int] | None, plan: Plan) -> None:
         raise LaunchError(f"--local_ranks_filter: no node has a local rank {ranks[-1]}; the last is {most}")
 
 
+def how_to_bind(given: str | None, to_rank: bool, *, has_list: bool) -> str:
+    """Return how workers are bound to cores, by --bind, --bind_cores_to_rank and --bind_core_list. Raises
+    LaunchError where these differ.
+    """
+    other = "--bind_cores_to_rank" if to_rank else "--bind_core_list" if has_list else None
+    if other is not None and given not in (None, "cores"):
+        raise LaunchError(f"--bind {given} and {other} cannot be used together")
+    return "cores" if other is not None else given or "node"
+
+
 def parse_cores(text: str) -> tuple[int, ...]:
     """Return the cores of --bind_core_list, such as `0-3,8`, in the given order."""
     option = f"--bind_core_list {text!r}"

@@ -10,16 +10,21 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zlaunch.errors import LaunchError
 from zlaunch.system.user import home
+
+if TYPE_CHECKING:
+    from zlaunch.system.cores import Cores
 
 # -- launch -----------------------------------------------------------------------------------------
 
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 COMPAT_CHOICES = ("auto", "deepspeed", "none")
+BIND_CHOICES = ("node", "cores", "none")
+"""Names the CPU cores of a worker: those near its GPU, its own share of them, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ class Launch:
     ssh_port: int | None = None
     ssh_config: str | None = None
     ssh_accept_new: bool = False
-    bind_cores: bool = False
+    bind: str = "node"
+    """How workers are bound to CPU cores, one of BIND_CHOICES."""
     core_list: tuple[int, ...] | None = None
     connect_timeout_s: float = 60.0
     requeue: bool = False
@@ -160,20 +166,36 @@ class Launch:
             raise LaunchError(f"ZLAUNCH_COMPAT={compat}: expected {', '.join(COMPAT_CHOICES)}")
         return env
 
-    def bound_cores(self, cores: Sequence[int], workers: int, host: str) -> tuple[tuple[int, ...], ...]:
-        """Return the CPUs of each worker of a node; none unless they are to be bound. Raises LaunchError."""
-        from zlaunch.system.machine import split_cores
+    @property
+    def shares_cores(self) -> bool:
+        """Tell whether workers that are bound to cores may share them."""
+        return self.bind == "node" and self.core_list is None
 
-        if not self.bind_cores and self.core_list is None:
-            return ()
+    def bound_cores(
+        self, cores: Cores, near: Sequence[Sequence[int]], workers: int, host: str
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the CPUs of each worker of a node; none unless they are to be bound. Raises LaunchError.
+
+        ``cores``: the node's physical cores. ``near``: the CPUs near each worker's GPU, none where that is
+        unknown; empty for CPU workers.
+        """
+        from zlaunch.system.cores import flat, split_cores, split_near
+
+        cpus = flat(cores)
         if self.core_list is not None:
-            missing = sorted(set(self.core_list) - set(cores))
+            missing = sorted(set(self.core_list) - set(cpus))
             if missing:
                 raise LaunchError(
-                    f"--bind_core_list: {host} has no core {missing[0]} available; it has {len(cores)}"
+                    f"--bind_core_list: {host} has no core {missing[0]} available; it has {len(cpus)}"
                 )
-            cores = self.core_list
-        return split_cores(cores, workers)
+            return split_cores(tuple((cpu,) for cpu in self.core_list), workers)
+        is_known = len(near) > 0 and all(near)
+        if self.bind == "cores":
+            return split_near(cores, near) if is_known else split_cores(cores, workers)
+        # Nothing to choose on a machine with a single NUMA node.
+        if self.bind == "node" and is_known and any(set(each) != set(cpus) for each in near):
+            return tuple(tuple(each) for each in near)
+        return ()
 
 
 def python_there(venv: str | None, remote_python: str | None) -> str:

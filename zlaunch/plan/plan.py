@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from zlaunch.errors import LaunchError
 from zlaunch.runtime.environment import GPU_DEFAULTS, SAME_VARIABLE
 from zlaunch.runtime.world_sizes import FirstBatch, write_world_sizes
+from zlaunch.system.cores import written
 from zlaunch.system.machine import visible_for_workers
 
 if TYPE_CHECKING:
@@ -243,6 +244,8 @@ class NodeSpec:
     """Variables for every worker of this node: what is exported to it from the launching machine."""
     bound: tuple[tuple[int, ...], ...] = ()
     """The CPUs of each worker, where they are to be bound."""
+    shares_cores: bool = False
+    """Tells whether several workers may be bound to the same CPUs."""
     first_local: int = 0
     """The local rank of the first of these workers, where others on the node are started by somebody else."""
     local_world: int | None = None
@@ -320,8 +323,8 @@ def worker_env(run: RunFacts, node: NodeSpec, rank: int, index: int) -> dict[str
         env["TORCHELASTIC_ERROR_FILE"] = f"{run.launch.run_dir}/logs/error_{rank:05d}.json"
     if node.bound:
         cpus = node.bound[index]
-        env["ZLAUNCH_CPUS"] = ",".join(map(str, cpus))
-        if "OMP_NUM_THREADS" not in run.environ:
+        env["ZLAUNCH_CPUS"] = written(cpus)
+        if not node.shares_cores and "OMP_NUM_THREADS" not in run.environ:
             env["OMP_NUM_THREADS"] = str(len(cpus))
     if visible := visible_for_workers(node.devices, alone=run.launch.virtual_local_rank):
         env["CUDA_VISIBLE_DEVICES"] = visible[index]

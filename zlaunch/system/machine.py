@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zlaunch import __version__
+from zlaunch.system.cores import Cores, cpus_near, usable_cores
 from zlaunch.system.network import interface_addresses
 from zlaunch.system.processes import start_ticks
 
@@ -100,14 +101,6 @@ def visible_for_workers(tokens: Sequence[str], *, alone: bool = False) -> tuple[
     return (",".join(tokens),) * len(tokens)
 
 
-def split_cores(cores: Sequence[int], workers: int) -> tuple[tuple[int, ...], ...]:
-    """Share the cores out equally, neighbours together; with fewer cores than workers they share."""
-    share = max(1, len(cores) // workers)
-    return tuple(
-        tuple(cores[(i * share) % len(cores) : (i * share) % len(cores) + share]) for i in range(workers)
-    )
-
-
 # -- facts ------------------------------------------------------------------------------------------
 #
 # Gather what a node says about itself before anything is planned for it.
@@ -121,8 +114,8 @@ class Facts:
     version: str
     """Version of zlaunch there."""
     python: str
-    cores: tuple[int, ...]
-    """The CPUs that may be used there, those of one NUMA node side by side."""
+    cores: Cores
+    """The physical cores that may be used there, those of one NUMA node side by side."""
     devices: tuple[str, ...]
     """CUDA_VISIBLE_DEVICES tokens, one a GPU."""
     visible: str | None
@@ -131,6 +124,8 @@ class Facts:
     """Network interface -> its addresses, for those that are up; loopback is left out."""
     debugpy: bool = False
     """Tells whether debugpy is installed there."""
+    near: tuple[tuple[int, ...], ...] = ()
+    """The CPUs near each GPU; none where that is unknown."""
 
     def as_event(self) -> dict[str, Any]:
         """Return the facts as an event, for the way to the launcher."""
@@ -143,11 +138,12 @@ class Facts:
             hostname=event["hostname"],
             version=event["version"],
             python=event["python"],
-            cores=tuple(event["cores"]),
+            cores=tuple(tuple(cpus) for cpus in event["cores"]),
             devices=tuple(event["devices"]),
             visible=event["visible"],
             addresses={name: tuple(values) for name, values in event["addresses"].items()},
             debugpy=event["debugpy"],
+            near=tuple(tuple(cpus) for cpus in event["near"]),
         )
 
     def describe_devices(self) -> str:
@@ -162,27 +158,18 @@ def own_facts(*, with_network: bool = True) -> Facts:
         hostname=socket.gethostname(),
         version=__version__,
         python=platform.python_version(),
-        cores=cores_by_numa(),
+        cores=usable_cores(),
         devices=found.tokens,
         visible=found.visible,
         addresses=interface_addresses() if with_network else {},
         debugpy=has_debugpy(),
+        near=cpus_near(found.tokens, os.environ),
     )
 
 
 def has_debugpy() -> bool:
     """Tell whether workers of this Python can be debugged."""
     return importlib.util.find_spec("debugpy") is not None
-
-
-def cores_by_numa(root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...]:
-    """Return the CPUs of this process's affinity, ordered by NUMA node and number."""
-    allowed = os.sched_getaffinity(0)
-    order: dict[int, int] = {}
-    for folder in root.glob("node[0-9]*"):
-        for entry in folder.glob("cpu[0-9]*"):
-            order[int(entry.name[3:])] = int(folder.name[4:])
-    return tuple(sorted(allowed, key=lambda cpu: (order.get(cpu, 0), cpu)))
 
 
 # -- memory -----------------------------------------------------------------------------------------

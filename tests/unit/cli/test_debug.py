@@ -65,7 +65,7 @@ def test_another_host_without_debugpy_is_named_before_workers_start(tmp_path: Pa
         hostfile=str(tmp_path / "hosts"),
         debug_rank=1,
     )
-    facts = Facts("n", __version__, "3.11.7", (0,), (), None, {}, debugpy=True)
+    facts = Facts("n", __version__, "3.11.7", ((0,),), (), None, {}, debugpy=True)
     found = [facts, replace(facts, debugpy=False)]
     rendezvous = Rendezvous("n0", 29500, ("", ""))
 

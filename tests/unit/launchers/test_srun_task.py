@@ -57,7 +57,7 @@ def plan_of(
     for name in [name for name in os.environ if name.startswith("SLURM") or name == "OMP_NUM_THREADS"]:
         monkeypatch.delenv(name)
     monkeypatch.setattr("zlaunch.system.machine.discover", lambda environ: Devices(tuple(tokens), None))
-    monkeypatch.setattr("zlaunch.system.machine.cores_by_numa", lambda: tuple(range(cores)))
+    monkeypatch.setattr("zlaunch.system.cores.usable_cores", lambda: tuple((cpu,) for cpu in range(cores)))
     return SrunTaskLauncher(replace(OPTIONS, **options), allocation).own_plan(attempt)
 
 

@@ -70,7 +70,9 @@ def test_threads_that_somebody_has_chosen_stay(where: str) -> None:
 def test_bound_workers_have_a_thread_for_each_of_their_cpus() -> None:
     bound = ((0, 1, 2), (5, 7))
     found = workers(NodeSpec("a", 2, 64, bound=bound))
-    assert of(found, "ZLAUNCH_CPUS") == ["0,1,2", "5,7"] and of(found, "OMP_NUM_THREADS") == ["3", "2"]
+    assert of(found, "ZLAUNCH_CPUS") == ["0-2", "5,7"] and of(found, "OMP_NUM_THREADS") == ["3", "2"]
+    both = workers(NodeSpec("a", 2, 64, bound=bound, shares_cores=True))
+    assert of(both, "OMP_NUM_THREADS") == ["32", "32"], "others compute there, too"
     kept = workers(NodeSpec("a", 2, 64, bound=bound), environ={"OMP_NUM_THREADS": "9"})
     assert of(kept, "OMP_NUM_THREADS") == [None, None]
 
