@@ -160,9 +160,11 @@ def reason(job_id: str) -> str:
 def has_started(job_id: str) -> bool:
     """Tell whether a job has ever had nodes, as far as SLURM still knows."""
     try:
-        return _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bStartTime=(\w+)") != "Unknown"
+        # A job that is cancelled while it waits has a StartTime, too.
+        nodes = _ask(["scontrol", "show", "job", job_id], r"(?s).*?\bNodeList=(\S*)")
     except SlurmError:
         return True
+    return nodes not in ("", "(null)")
 
 
 def work_folder(job_id: str) -> str:

@@ -208,11 +208,10 @@ def warn_of_options(batch: BatchScript, *, asks_for_gpus: bool = True) -> None:
             f"--signal {batch.signal} and --time {batch.time}: the job gets the signal as soon as it starts. "
             "Give fewer seconds, or more time"
         )
-    if _warn_of_partition(batch):
-        return
-    _warn_of_nodes(batch)
-    if asks_for_gpus or batch.gpus_per_node is not None:
-        _warn_of_gpus(batch)
+    if not _warn_of_partition(batch):
+        _warn_of_nodes(batch)
+        if asks_for_gpus or batch.gpus_per_node is not None:
+            _warn_of_gpus(batch)
     warn_of_one_core(batch)
 
 

@@ -270,11 +270,20 @@ def meant(text: str) -> str:
             return str(named[-1].path)
         if any(find_runs(path) for path in places):
             return text  # a folder of runs
+        tasks = sorted(
+            {run.record.slurm_task for run in known if run.record.slurm_task.startswith(f"{text}_")}
+        )
+        if text and len(tasks) > 1:
+            listed = ", ".join(tasks[-3:])
+            raise LaunchError(f"SLURM job {text} is an array: name one of its tasks, such as {listed}")
         of_job = _of_job(known, text)
         if len(of_job) == 1:
             return str(of_job[0].path)
         if not of_job and job_state(text):
             return text  # a number, such as 2, is also the beginning of a date
+        if of_job:
+            names = ", ".join(run.name for run in of_job[-3:])
+            raise LaunchError(f"SLURM job {text} has {len(of_job)} runs, such as {names}: name one of them")
         found = [
             run
             for run in known
@@ -283,9 +292,6 @@ def meant(text: str) -> str:
         if len(found) > 1:
             names = ", ".join(run.name for run in found[-3:])
             raise LaunchError(f"{text!r} matches {len(found)} runs, such as {names}: use a longer prefix")
-        if of_job and not found:
-            names = ", ".join(run.name for run in of_job[-3:])
-            raise LaunchError(f"SLURM job {text} has {len(of_job)} runs, such as {names}: name one of them")
         return str(found[0].path) if found else text
     if not known:
         raise LaunchError(f"last: no runs in {Path(DEFAULT_FOLDER).absolute()}: name the folder of a run")

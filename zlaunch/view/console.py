@@ -73,6 +73,10 @@ class Console:
         self._failed: set[str] = set()
         self._bar_at: dict[tuple[int, str], float] = {}
         self._partial: dict[tuple[int, str], bytes] = {}
+        self._is_line_open = False
+        """Tells that the only shown rank has written a line to stderr without its end."""
+        self._ended_for_rank = False
+        """Tells that a message has ended such a line."""
         self._memory_gb: dict[int, float] = {}
         self.progress = RunProgress()
         """Where the run stands; the controller hands it the events."""
@@ -111,6 +115,11 @@ class Console:
             return
         if self._prefixed:
             data = self._prefix_lines(rank, stream, data)
+        elif stream == "stderr":
+            if self._ended_for_rank:
+                data = data.removeprefix(b"\n")
+            self._ended_for_rank = False
+            self._is_line_open = bool(data) and not data.endswith(b"\n")
         if data:
             self._write(stream, data)
 
@@ -130,7 +139,11 @@ class Console:
 
     def text(self, text: str) -> None:
         """Show lines as they are on stderr, also with --quiet."""
-        self._write("stderr", f"{text}\n".encode("utf-8", "surrogateescape"))
+        # A rank may write the end of its line after the line, and a message come between.
+        start = b"\n" if self._is_line_open else b""
+        self._ended_for_rank = self._ended_for_rank or self._is_line_open
+        self._is_line_open = False
+        self._write("stderr", start + f"{text}\n".encode("utf-8", "surrogateescape"))
 
     def waiting(self, what: str, seconds: float) -> None:
         """Show what the run has waited for so long: in a terminal as one line that updates, elsewhere in a

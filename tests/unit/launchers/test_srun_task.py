@@ -67,6 +67,14 @@ def places(plan: Plan) -> list[tuple[str, ...]]:
     return [tuple(worker.env[key] for key in keys) for node in plan.nodes for worker in node.workers]
 
 
+def test_a_requeued_job_keeps_the_logs_of_its_former_start() -> None:
+    folders = [
+        SrunTaskLauncher.default_run_dir("x", replace(GPUS, restart_count=restarts)) for restarts in (0, 2)
+    ]
+    assert folders[0].name == folders[1].name
+    assert folders[1].parent.name == f"{folders[0].parent.name}-restart_2"
+
+
 def test_one_task_a_node_and_nodes_with_different_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for index, node in enumerate(UNEQUAL):

@@ -403,6 +403,28 @@ def test_follow_shows_all_output_until_the_end(bin_folder: Path, tmp_path: Path)
     assert b"".join(shown) == b"one\ntwo\nend"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ("", "has ended (CANCELLED), and has never started (DependencyNeverSatisfied)"),
+        ("(null)", "has ended (CANCELLED), and has never started (DependencyNeverSatisfied)"),
+        ("n[1-2]", "has ended (CANCELLED)"),
+    ],
+)
+def test_a_job_that_was_cancelled_while_it_waited_has_never_started(
+    bin_folder: Path, nodes: str, said: str
+) -> None:
+    """SLURM 22.05 gives it a StartTime and no node."""
+    job = f"""JobId=3 JobName=wrap
+   JobState=CANCELLED Reason=DependencyNeverSatisfied Dependency=afterok:2(failed)
+   StartTime=2026-11-29T04:53:20 EndTime=2026-11-29T04:53:20 Deadline=N/A
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList={nodes}
+   NumNodes=1"""
+    programs(bin_folder, scontrol=shell(job))
+    assert queue.describe("3", "CANCELLED") == said
+
+
 def test_follow_says_why_a_job_waits(bin_folder: Path, tmp_path: Path) -> None:
     squeue = sequence(tmp_path, tmp_path / "none", *["echo PENDING"] * 4, "echo FAILED")
     answers = ("None", "Priority", "Priority", "PartitionTimeLimit")

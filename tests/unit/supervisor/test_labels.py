@@ -80,9 +80,14 @@ def test_the_id_of_a_slurm_job_means_its_run(
             monkeypatch.setenv(name, value)
         (runs / f"2026-a{job}").mkdir(parents=True)
         run_folder.begun(str(runs / f"2026-a{job}"), job, ["n1"], 1)
-    assert [meant(text) for text in ("11_1", "12", "11_2", "11", "13")] == [
-        f"runs/2026-a{job}" for job in (12, 12, 11, 11, 13)
+    assert [meant(text) for text in ("11_1", "12", "11_2", "13")] == [
+        f"runs/2026-a{job}" for job in (12, 12, 11, 13)
     ]
+    # SLURM gives the last task the array's own id
+    with pytest.raises(
+        LaunchError, match="SLURM job 11 is an array: name one of its tasks, such as 11_1, 11_2"
+    ):
+        meant("11")
     assert main(["ps", "12"]) == 0
     assert "SLURM job 11_1" in " ".join(capsys.readouterr().out.split())
     assert main(["ps", "13"]) == 0
@@ -92,7 +97,9 @@ def test_the_id_of_a_slurm_job_means_its_run(
     with pytest.raises(LaunchError, match="SLURM job 14 has 2 runs, such as 2026-b14, 2026-c14"):
         meant("14")
     write_run(runs, "2026-14d", name="x")
-    assert meant("14") == "runs/2026-14d", "as before, part of a name"
+    with pytest.raises(LaunchError, match="SLURM job 14 has 2 runs"):
+        meant("14")
+    assert meant("14d") == "runs/2026-14d"
 
 
 def test_labels_outlive_the_attempts_and_not_the_run(tmp_path: Path) -> None:

@@ -40,6 +40,24 @@ def test_one_rank_passes_bytes_unchanged() -> None:
     assert (out.getvalue(), err.getvalue()) == (b"\xff half", b"e\r")
 
 
+def test_a_message_does_not_continue_a_line_of_the_rank() -> None:
+    shown, _, err = console(0)
+    shown.output(0, "stderr", b"an error")
+    shown.error("rank 0 failed")
+    shown.error("the run has ended")
+    shown.output(0, "stderr", b"\n")
+    shown.output(0, "stderr", b"\nmore\n")
+    shown.error("done")
+    lines = [
+        b"an error",
+        b"zlaunch: error: rank 0 failed",
+        b"zlaunch: error: the run has ended",
+        b"",
+        b"more",
+    ]
+    assert err.getvalue() == b"\n".join([*lines, b"zlaunch: error: done\n"])
+
+
 def test_several_ranks_speak_in_prefixed_whole_lines() -> None:
     shown, out, _ = console(0, 3)
     shown.output(3, "stdout", b"one\ntw")
