@@ -132,9 +132,11 @@ class Stages:
         axis: Axis,
         schedule: str,
         call: Call,
-        before: Callable[[], None],
+        before: Callable[[bool], None],
     ) -> None:
-        """``call`` calls the model; ``before`` is called before each backward pass."""
+        """``call`` calls the model; ``before`` is called before each backward pass, with whether it is this
+        rank's last one of a step.
+        """
         self.sequence = sequence
         self.axis = axis
         self.schedule = schedule
@@ -144,6 +146,8 @@ class Stages:
         self._metas: dict[Any, list[Meta]] = {}
         self._built: tuple[Any, Any] | None = None
         self._steps = 0
+        self._backward_left = 0
+        """Counts this rank's backward passes of a step that are still to come."""
         self._tried: set[bool] = set()
         """Holds in which modes, training or not, a trial pass has computed a loss."""
         self._is_under_way = False
@@ -194,10 +198,15 @@ class Stages:
         has_last = self.sequence.parts - 1 in self.modules
         losses: list[Tensor] = []
         rest = {"target": numbers, "losses": losses} if has_last else {}
+        self._backward_left = count * len(self.modules)
         self._built[1].step(*given, number=numbers, **rest)
         if watch is not None:
             watch.check()
         return losses
+
+    def _before_backward(self) -> None:
+        self._backward_left -= 1
+        self._before(not self._backward_left)
 
     def _expect(self, metas: Sequence[Meta]) -> None:
         """Note what each part has to hand on."""
@@ -299,7 +308,7 @@ class Stages:
                     group=self.axis.group,
                 )
             )
-            stages[-1].before = self._before
+            stages[-1].before = self._before_backward
         options: dict[str, Any] = {"loss_fn": _the_loss}  # parameters have no grad that it could scale
         if self.schedule == "interleaved":
             return ScheduleInterleaved1F1B(stages, count, **options)
@@ -398,8 +407,20 @@ class PipelineSchedule(WholeSteps):
             pipeline.axis,
             pipeline.schedule,
             self._call_model,
-            lambda: setattr(engine._sharded.loss_scaling, "loss_is_scaled", True),
+            self._before_backward,
         )
+
+    def _before_backward(self, is_last: bool) -> None:
+        """Prepare a backward pass. In the last one of a step, each layer is reduced when its gradient is
+        complete, while layers before it are still computed.
+
+        Not in the first step: all ranks agree on the order of reductions after it, and those of earlier
+        stages still wait for this one's gradients here. And not where stages share parameters, whose
+        gradients are summed after all passes.
+        """
+        engine = self._engine
+        engine._sharded.loss_scaling.loss_is_scaled = True
+        engine._reducer.sync = is_last and engine._reducer.has_order and not self._pipeline.tied
 
     def check_call(self, what: str) -> None:
         """Raise ParameterError for a call of the script's: a rank has some of the layers."""

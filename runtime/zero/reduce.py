@@ -101,9 +101,11 @@ class Bucket:
         self.is_collecting = state in (BucketState.COLLECTING, BucketState.COLLECTING_AGAIN)
 
     def await_all(self) -> None:
-        """Note that every parameter's gradient is to come (once more)."""
-        self.seen = [False] * len(self.unit.parameters)
-        self.missing = len(self.seen)
+        """Note that every parameter's gradient is to come (once more), but for those without elements, which
+        another stage of a pipeline has.
+        """
+        self.seen = list(self.unit.without_elements)
+        self.missing = self.seen.count(False)
 
     def set_tensor(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
@@ -391,6 +393,11 @@ class GradientReducer:
             self.comm.release(buffer.untyped_storage())
 
     @property
+    def has_order(self) -> bool:
+        """Tell whether all ranks have agreed on the order of reductions."""
+        return self._agreed
+
+    @property
     def is_busy(self) -> bool:
         """Tell whether gradients are being collected or reduced."""
         lent = any(bucket.tensor is not None for bucket in self._buckets.values())
@@ -474,8 +481,12 @@ class GradientReducer:
             return
         self._finished.append(bucket)
         self._ready.add(bucket.order)
-        while self._next < len(self._order) and self._next in self._ready:
-            self._launch(self._order[self._next])
+        while self._next < len(self._order):
+            following = self._order[self._next]
+            # Units of a pipeline's other stages have nothing here, and never get a gradient.
+            if self._next not in self._ready and following.missing:
+                return
+            self._launch(following)
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:

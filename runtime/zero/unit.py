@@ -287,6 +287,8 @@ class Unit:
         self._own = slice(*layout.shard_range(self.link.position))
         whole = not shard_optimizer or not (self.trainable or shard_params)
         self.start, self.stop = (0, layout.numel) if whole else layout.shard_range(self.link.position)
+        self.without_elements = [shape.numel() == 0 for shape in self.shapes]
+        """Tells which parameters have no elements on this rank."""
         self.pieces: list[Piece] = layout.pieces(self.start, self.stop) if self.trainable else []
         cuts = cuts_of([(p.start, p.stop) for p in self.pieces], self.stop - self.start, tile_numel)
         flat = self._adopt_values(keep_shared=shard_optimizer and not shard_params)

@@ -1,0 +1,71 @@
+"""Test when a pipeline's gradients are reduced: while the last backward pass is under way, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import zlaunch
+from tests.runtime.pipeline_parallel.test_refusals import Network, config, loss_fn, micro_batches
+from tests.runtime.workers import join, run_workers
+
+
+def _events(stage: int) -> list[list[str]]:
+    """Return, for each of three steps, in which order layers are computed backward and reduced."""
+    join()
+    model = Network(layers=6)
+    given = config(parallel={"pipeline": 2}, zero_optimization={"stage": stage, "reduce_bucket_size": 1})
+    engine: Any = zlaunch.initialize(model=model, config=given)[0]
+    events: list[str] = []
+    reducer = engine._reducer
+    launch, rest = reducer._launch, reducer.reduce_rest
+
+    def launched(bucket: Any) -> None:
+        if any(shape.numel() for shape in bucket.unit.shapes):  # another stage has the others
+            events.append(f"reduce {bucket.unit.name}")
+        launch(bucket)
+
+    def at_step() -> None:
+        events.append("step")
+        rest()
+
+    reducer._launch, reducer.reduce_rest = launched, at_step
+
+    def noted(index: int) -> Any:
+        def hook(module: Any, given: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda grad: events.append(f"backward layers.{index}"))
+
+        return hook
+
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(noted(index))
+    found = []
+    for _ in range(3):
+        events.clear()
+        engine.train_batch(iter(micro_batches(2)), loss_fn)
+        found.append(list(events))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_each_layer_is_reduced_while_the_layers_before_it_are_computed(stage: int) -> None:
+    stages = (
+        ["layers.2", "layers.1", "layers.0", "words"],
+        ["head", "norm", "layers.5", "layers.4", "layers.3"],
+    )
+    for rank, (first, *later) in enumerate(run_workers(_events, 4, stage)):
+        own = [f"reduce {name}" for name in stages[rank // 2]]
+        assert first[-len(own) - 1 :] == ["step", *own], "in the first step, the order is not agreed on yet"
+        for events in later:
+            assert [event for event in events if event.startswith("reduce")] == own and events[-1] == "step"
+            for name in stages[rank // 2]:
+                if name.startswith("layers"):
+                    number = int(name.rpartition(".")[2])
+                    at = events.index(f"reduce {name}")
+                    assert f"backward layers.{number}" in events[:at]
+                    # not before this layer's reduction has begun, in the last micro-batch
+                    before = f"backward layers.{number - 1}"
+                    assert rank // 2 or not number or before in events[at:], events
