@@ -102,6 +102,8 @@ def recorded_collectives() -> tuple[list[tuple[str, int, str]], dict[str, int]]:
 
 PERIOD_S = 2.0
 """Sets how often the thread looks; a wait shorter than that is never seen."""
+_LOOKS_KEPT = 16
+"""Counts the looks of which the judge keeps what it has read: more than a rank needs for two beats."""
 _GRACE_S = 10.0
 """Sets the time after which a main thread that cannot raise the verdict (it is inside a library) is ended."""
 
@@ -144,6 +146,9 @@ class Judge:
     was read first: the second of those beats began after that. A wait is thus known from its first reading to
     the last one that is two beats old. Within a look the ranks are read one after the other, so that two
     waits share a moment if they share the time from one look to the next.
+
+    What a rank has started may be older than what is read of another one: a thread in the background starts
+    collectives, too. A verdict is therefore given at the second look that finds it.
     """
 
     def __init__(self) -> None:
@@ -151,7 +156,9 @@ class Judge:
         self._first: dict[int, tuple[int, int]] = {}
         """Keeps each blocked rank's wait, and the look at which it was first read."""
         self._beats: dict[int, list[int]] = {}
-        """Keeps the beats of that wait, one for each look since then."""
+        """Keeps the beats of that wait, one for each of the last looks."""
+        self._suspected: dict[int, int] = {}
+        """Maps the ranks that waited in vain at the last look to their waits."""
 
     def look(self, blocked: Mapping[int, Blocked]) -> dict[int, str]:
         """Take what the ranks have published; return a verdict for each rank that waits in vain."""
@@ -165,6 +172,7 @@ class Judge:
                 self._first[rank] = (wait.wait, self._looks)
                 self._beats[rank] = []
             self._beats[rank].append(wait.beat)
+            del self._beats[rank][:-_LOOKS_KEPT]
             at.setdefault(wait.key, []).append(rank)
         verdicts: dict[int, str] = {}
         # By collective, of which there are few; the ranks blocked in one do not keep each other.
@@ -174,7 +182,9 @@ class Judge:
                 partner = next((o for o in partners if self._together(rank, o)), None)
                 if partner is not None:
                     verdicts.setdefault(rank, _verdict(rank, blocked[rank], partner, blocked[partner]))
-        return verdicts
+        before = self._suspected
+        self._suspected = {rank: blocked[rank].wait for rank in verdicts}
+        return {rank: text for rank, text in verdicts.items() if before.get(rank) == blocked[rank].wait}
 
     def _together(self, rank: int, other: int) -> bool:
         """Tell whether both were in their waits from one look to the next."""
@@ -183,7 +193,7 @@ class Judge:
     def _until(self, rank: int) -> int:
         """Return the last look at which the rank is known to have been in its wait."""
         beats = self._beats[rank]
-        return self._first[rank][1] + bisect.bisect_right(beats, beats[-1] - 2) - 1
+        return self._looks - len(beats) + bisect.bisect_right(beats, beats[-1] - 2)
 
 
 def _verdict(rank: int, mine: Blocked, partner: int, other: Blocked) -> str:
