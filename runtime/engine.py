@@ -551,13 +551,13 @@ class Engine(nn.Module):
     def _warn_of_dropped_gradients(self) -> None:
         """Warn once where a step lacks the gradients of micro-batches that step() has counted."""
         passes = self._reducer.passes
-        if passes > self.accumulated or self._has_warned_of_drops:
+        if not (self.accumulated and self._reducer.dropped) or self._has_warned_of_drops:
             return
         self._has_warned_of_drops = True
         if self.global_rank == 0:
             warn(
                 f"engine.step() after {self.accumulated + 1} micro-batches has the gradients of {passes}: "
-                "zero_grad() between them drops those of earlier ones. Delete it: the step clears gradients"
+                "zero_grad() between them dropped the others. Delete it: the step clears gradients"
             )
 
     def _warn_of_own_count(self) -> None:

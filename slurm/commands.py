@@ -194,8 +194,10 @@ def job_state(text: str) -> str:
 def describe(job_id: str, found: str) -> str:
     """Say how a job stands: "is pending (Priority)", "has ended (CANCELLED)"."""
     if found in FINISHED:
-        never = f", and has never started ({reason(job_id)})" if not has_started(job_id) else ""
-        return f"has ended ({found}){never}"
+        if has_started(job_id):
+            return f"has ended ({found})"
+        why = reason(job_id)
+        return f"has ended ({found}), and has never started" + (f" ({why})" if why else "")
     why = reason(job_id) if found == "PENDING" else ""
     return f"is {found.lower()}" + (f" ({why})" if why else "")
 

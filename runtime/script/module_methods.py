@@ -132,7 +132,7 @@ class _ZeroGrad:
                 unit.forget_gradient(parameter)
         for unit in units.values():
             if unit.gradients is not None:
-                unit.gradients.clear()
+                unit.gradients.drop()
                 break
         for parameter in rest:
             if parameter.grad is not None and set_to_none:

@@ -246,6 +246,8 @@ class GradientReducer:
         """
         self.passes = 0
         """Counts backward passes since the last step."""
+        self.dropped = 0
+        """Counts those whose gradients the script has dropped since then."""
         self.is_empty_pass = True
         """Tells that no gradient has arrived since the pass began."""
         self._buckets: dict[int, Bucket] = {}
@@ -341,6 +343,12 @@ class GradientReducer:
             bucket.store.grad_changed()
         bucket.written[index] = bucket.used[index] = False
 
+    def drop(self) -> None:
+        """Drop what the script's backward passes have accumulated. Raises OptimizerError as :meth:`clear`."""
+        dropped = self.dropped + self.passes
+        self.clear()
+        self.dropped = dropped
+
     def clear(self) -> None:
         """Begin a new optimizer step, with nothing accumulated. Raises OptimizerError if the present one is
         half done.
@@ -360,6 +368,7 @@ class GradientReducer:
                 self._pool.give_back(bucket.tensor)
                 bucket.set_tensor(None)
         self.passes = 0
+        self.dropped = 0
         self._unsent = False
         for bucket in self._buckets.values():
             self._clear_bucket(bucket)

@@ -88,7 +88,8 @@ class SrunTaskLauncher(ThisNodeLauncher):
 
     @staticmethod
     def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
-        """Return a folder beside those of the other tasks. A requeued job counts its steps from 0 again."""
+        """Return a folder beside those of the other tasks."""
+        # A requeued job numbers its steps from 0 again.
         assert allocation is not None
         restart = f"-restart_{allocation.restart_count}" if allocation.restart_count else ""
         step = f"slurm-{allocation.job_id}.{allocation.step_id}{restart}"

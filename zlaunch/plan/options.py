@@ -72,7 +72,7 @@ class Launch:
     ssh_config: str | None = None
     ssh_accept_new: bool = False
     bind: str = "node"
-    """How workers are bound to CPU cores, one of BIND_CHOICES."""
+    """Says how workers are bound to CPU cores, one of BIND_CHOICES."""
     core_list: tuple[int, ...] | None = None
     connect_timeout_s: float = 60.0
     requeue: bool = False

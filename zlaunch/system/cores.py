@@ -42,7 +42,7 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def usable_cores(sys: Path = SYS) -> Cores:
-    """Return the physical cores of this process's affinity, those of one NUMA node side by side."""
+    """Return the physical cores that this process may use, sorted by NUMA node."""
     allowed = os.sched_getaffinity(0)
     node_of = {
         cpu: int(folder.name[4:])
@@ -85,11 +85,11 @@ class _Gpu:
     """Holds what the driver's files say of a GPU."""
 
     address: str
-    """Its PCI address, such as 0000:3b:00.0, in lower case."""
+    """Gives the PCI address in lower case, such as 0000:3b:00.0."""
     uuid: str
     model: str
     minor: str
-    """Its number in /dev/nvidiaN."""
+    """Gives the N of /dev/nvidiaN."""
 
 
 def cpus_near(

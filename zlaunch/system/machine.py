@@ -115,7 +115,7 @@ class Facts:
     """Version of zlaunch there."""
     python: str
     cores: Cores
-    """The physical cores that may be used there, those of one NUMA node side by side."""
+    """Lists the physical cores that may be used there, sorted by NUMA node."""
     devices: tuple[str, ...]
     """CUDA_VISIBLE_DEVICES tokens, one a GPU."""
     visible: str | None

@@ -25,7 +25,7 @@ _OTHER_LINES = 16
 _BAR_WIDTH = 50
 _LIVING = ("running", "on ")
 _SILENT_S = 10.0
-"""Sets the age from which that of the last report is shown."""
+"""Shows the age of the last report from this many seconds on."""
 """How the states of runs begin that have not ended, on this host or another one."""
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
 """Colors of the parts of a step, in the order of TIMES."""

@@ -132,7 +132,7 @@ Waiting = tuple[int, Key | None, dict[str, int]]
 
 
 def _verdicts(*looks: tuple[Waiting | None, ...], slow: int | None = None) -> dict[int, str]:
-    """What the judge says at its last look; the thread of rank ``slow`` has looked but once."""
+    """Return what the judge says at its last look; the thread of rank ``slow`` has looked only once."""
     judge, found = Judge(), dict[int, str]()
     for beat, ranks in enumerate(looks):
         blocked = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -69,3 +71,20 @@ def test_each_layer_is_reduced_while_the_layers_before_it_are_computed(stage: in
                     # not before this layer's reduction has begun, in the last micro-batch
                     before = f"backward layers.{number - 1}"
                     assert rank // 2 or not number or before in events[at:], events
+
+
+def _frozen_stage() -> str:
+    """Return what a pipeline prints whose first stage has nothing to train."""
+    join()
+    model = Network(layers=2)
+    model.words.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    engine: Any = zlaunch.initialize(model=model, config=config())[0]
+    with redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            engine.train_batch(iter(micro_batches(2)), loss_fn)
+    return printed.getvalue()
+
+
+def test_a_stage_without_gradients_has_not_dropped_any() -> None:
+    assert not any("zero_grad" in said for said in run_workers(_frozen_stage, 2))
