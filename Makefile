@@ -95,10 +95,12 @@ mutate: $(WITH_TOOLS)
 numerics: $(WITH_TOOLS)
 	$(PY) -m tests.numerics --keep $(VENV)/numerics.jsonl --write docs/numerics.md $(FLAGS)
 
+# Mutations quote lines of the source: after an edit, their test says which of them to change.
 lint: $(WITH_TOOLS)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m pytest -q tests/unit/project/test_mutations.py
 
 # Warnings, such as broken links, are errors. To use the search: python3 -m http.server -d site
 docs: $(WITH_DOCS)
