@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum, auto
 from types import FrameType
@@ -153,8 +153,9 @@ class OrderHint:
     """Remembers which block followed which in the last complete pass."""
 
     def __init__(self) -> None:
+        self.followers: dict[int, int] = {}
+        """Maps each block to the one that followed it. Another object after each pass."""
         self._now: list[int] = []
-        self._after: dict[int, int] = {}
         self._last: int | None = None
 
     def visit(self, block: int) -> None:
@@ -164,7 +165,7 @@ class OrderHint:
 
     def after(self, block: int) -> int | None:
         """Return the block that followed ``block`` last time, or None."""
-        return self._after.get(block)
+        return self.followers.get(block)
 
     def is_last(self, block: int) -> bool:
         """Tell whether the last pass ended with ``block``."""
@@ -173,10 +174,10 @@ class OrderHint:
     def end(self) -> None:
         """End the pass, whose order becomes the hint."""
         if self._now:
-            self._after = {}
+            self.followers = {}
             for current, following in zip(self._now, self._now[1:], strict=False):
                 # A block that is used several times is followed by what came after its first use.
-                self._after.setdefault(current, following)
+                self.followers.setdefault(current, following)
             self._last = self._now[-1]
         self._now = []
 
@@ -205,29 +206,60 @@ class Prefetch:
         self._alone = comm.world_size == 1
         self._numel = numel
         self._max_live_numel = max_live_numel
+        self._ahead: dict[int, int] = {}
+        """Maps the blocks that follow, as far as their gathers have been started, to the elements of their
+        sharded units, in order. It is kept from one block to the next: walking along it again for each block
+        would take the host longer than a small block's computation.
+        """
+        self._ahead_numel = 0
+        self._ahead_count = 0
+        """Counts those with sharded units."""
+        self._enough_blocks = 1
+        """Sets how many blocks with sharded units are enough: the last one's kind of memory decides."""
+        self._followers: Mapping[int, int] = {}
+        """Holds the order that ``_ahead`` follows."""
 
     def after(self, order: OrderHint, index: int) -> None:
         """Start to gather blocks that come next."""
         if not self._numel:
             return
-        passed = {index}
-        count = numel = 0
-        following = order.after(index)
-        # The order may lead in a circle, where a block is used several times.
-        while following is not None and following not in passed:
-            passed.add(following)
+        self._pass(order, index)
+        last = next(reversed(self._ahead), index)
+        while not self._is_enough():
+            following = order.after(last)
+            # The order may lead in a circle, where a block is used several times.
+            if following is None or following == index or following in self._ahead:
+                break
             units = [unit for unit in self._blocks[following].units if unit.shard_params]
+            if not self._start([unit for unit in units if unit.state is UnitState.SHARDED]):
+                break
+            numel = sum(unit.numel for unit in units)
+            self._ahead[following] = numel
+            self._ahead_numel += numel
             if units:
-                if not self._start([unit for unit in units if unit.state is UnitState.SHARDED]):
-                    return
-                if not count:
-                    for unit in units:
-                        unit.make_room()
-                count += 1
-                numel += sum(unit.numel for unit in units)
-                if numel >= self._numel and count >= max(unit.values.blocks_ahead for unit in units):
-                    return
-            following = order.after(following)
+                self._ahead_count += 1
+                self._enough_blocks = max(unit.values.blocks_ahead for unit in units)
+            last = following
+        first = next((block for block, numel in self._ahead.items() if numel), None)
+        if first is not None:
+            for unit in self._blocks[first].units:
+                unit.make_room()
+
+    def _pass(self, order: OrderHint, index: int) -> None:
+        """Note that ``index`` is used now: it is ahead no more, or the order was another one."""
+        if order.followers is self._followers and next(iter(self._ahead), None) == index:
+            numel = self._ahead.pop(index)
+            self._ahead_numel -= numel
+            self._ahead_count -= numel > 0
+            return
+        self._followers = order.followers
+        self._ahead.clear()
+        self._ahead_numel = 0
+        self._ahead_count = 0
+
+    def _is_enough(self) -> bool:
+        """Tell whether enough is ahead: see Note [How far ahead]."""
+        return self._ahead_numel >= self._numel and self._ahead_count >= self._enough_blocks
 
     def _start(self, units: Sequence[Unit]) -> bool:
         """Start to gather sharded units of a block; return False where one cannot be gathered now."""

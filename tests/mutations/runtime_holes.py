@@ -168,8 +168,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/hooks.py",
-        "if numel >= self._numel and count >= max(unit.values.blocks_ahead for unit in units):",
-        "if numel >= self._numel and count > max(unit.values.blocks_ahead for unit in units):",
+        "return self._ahead_numel >= self._numel and self._ahead_count >= self._enough_blocks",
+        "return self._ahead_numel >= self._numel and self._ahead_count > self._enough_blocks",
         "one block too many is prefetched",
         ("tests/unit/zero/test_live_budget.py",),
     ),

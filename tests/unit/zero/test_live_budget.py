@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.unit.zero.fake_comm import FakeComm
 from zlaunch.runtime.comm.pending import DONE, Pending
-from zlaunch.runtime.zero.hooks import ShardedModel
+from zlaunch.runtime.zero.hooks import OrderHint, ShardedModel
 from zlaunch.runtime.zero.placeholder import UnitState
 from zlaunch.runtime.zero.policy import ShardingOptions, UnitFactory, plan_blocks
 from zlaunch.runtime.zero.reduce import GradientOptions, GradientReducer
@@ -198,3 +198,24 @@ def test_a_rank_whose_step_is_late_starts_the_same_gathers_in_the_same_order() -
 def test_nothing_is_gathered_ahead_without_prefetch() -> None:
     _, live = begun_in_a_pass(*make(10**9, prefetch=0))
     assert live == list(SIZES)
+
+
+def test_the_order_is_walked_once_in_a_pass_however_many_small_blocks_are_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Walking all of it again for each block made the host's time grow with the square of the layers."""
+    asked: list[int] = []
+    after = OrderHint.after
+
+    def noted(hint: OrderHint, block: int) -> int | None:
+        asked.append(block)
+        return after(hint, block)
+
+    monkeypatch.setattr(OrderHint, "after", noted)
+    layers = 40
+    model, comm = make(10**9, prefetch=10**6, sizes=[16] * layers)
+    begun_in_a_pass(model, comm)
+    asked.clear()
+    model(torch.ones(())).backward()
+    # One more at each block: the last one ahead may have got a follower.
+    assert 0 < len(asked) <= 2 * 2 * layers + 2
