@@ -19,6 +19,7 @@ from ..log import say
 from ..mesh import MeshShape
 from .collectives import Comm
 from .link import Note, RankLink
+from .nvlink import find_nvlink_domain
 from .pending import DONE, Pending, exchange_objects
 from .shared_memory import SharedMemory
 from .two_hops import UNPACKED, PackedLink, Quantization, TwoHops
@@ -26,6 +27,9 @@ from .two_hops import UNPACKED, PackedLink, Quantization, TwoHops
 # -- topology ---------------------------------------------------------------------------------------
 #
 # Finds out which ranks share a node, and divides the ranks into groups.
+#
+# Note [Nodes and NVLink domains]. What counts is where links become slower. Machines whose GPUs are in one
+# NVLink domain are therefore one node here, if their ranks are consecutive.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +40,35 @@ class NodeRanks:
     ranks: range
 
 
-def find_nodes(exchange: Callable[[object], list[Any]]) -> list[NodeRanks]:
+def find_nodes(exchange: Callable[[object], list[Any]], device: torch.device) -> list[NodeRanks]:
     """Return the nodes, in the order of their ranks. Collective. Raises ConfigError if the launcher has not
     numbered the ranks node by node.
     """
     environment = read_environment()
     place = environment.rank - environment.index_on_node, environment.local_world_size, socket.gethostname()
     found: dict[int, NodeRanks] = {}
-    for rank, (first, count, name) in enumerate(exchange(place)):
+    domains: dict[int, set[str | None]] = {}
+    for rank, (first, count, name, domain) in enumerate(exchange((*place, find_nvlink_domain(device)))):
         node = found.setdefault(first, NodeRanks(name, range(first, first + count)))
         if rank not in node.ranks or node.ranks != range(first, first + count):
             raise ConfigError(
                 [f"rank {rank} is on {name}, out of order: groups of ranks need ranks numbered node by node"]
             )
-    return list(found.values())
+        domains.setdefault(first, set()).add(domain)
+    nodes: list[NodeRanks] = []
+    last = None
+    for first, node in found.items():
+        domain = domains[first].pop()
+        # A machine with GPUs of several domains, or with one that is in none, is on its own.
+        shared = None if domains[first] else domain
+        if nodes and shared is not None and shared == last:
+            before = nodes.pop()
+            name = f"{before.name.partition(' to ')[0]} to {node.name}"
+            nodes.append(NodeRanks(name, range(before.ranks.start, node.ranks.stop)))
+        else:
+            nodes.append(node)
+        last = shared
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +237,7 @@ def make_link(
         return comm.data
     if wanted is None:
         return _all_ranks(comm, join)
-    nodes = find_nodes(comm.exchange)
+    nodes = find_nodes(comm.exchange, comm.device)
     division = Mesh(comm.world_size, comm.world_size)
     if wanted.size in ("auto", "nodes"):
         why = _why_not(nodes)
@@ -249,7 +268,7 @@ def make_link(
 def _why_not(nodes: Sequence[NodeRanks]) -> str:
     """Say why nodes cannot be groups; empty if they can."""
     if len(nodes) == 1:
-        return "the job has one node"
+        return "all are on one node, or in one NVLink domain"
     if len({len(node.ranks) for node in nodes}) > 1:
         return "the nodes have different numbers of ranks"
     return "each node has one rank" if len(nodes[0].ranks) == 1 else ""

@@ -137,7 +137,8 @@ class Zero(Section):
     """ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; 0 shards nothing."""
     shard_group: ShardGroupSize = ok("world")
     """Ranks to shard over: "world" (all), "node" (each node has a full replica), or a number of consecutive
-    ranks. "auto": all ranks; if links between nodes are slower, parameters are gathered inside each node."""
+    ranks. "auto": all ranks; if links between nodes are slower, parameters are gathered inside each node.
+    Nodes that NVLink joins, as in NVL72, count as one."""
     mics_shard_size: Integer = ok(-1)
     """DeepSpeed's name for the size of shard_group (MiCS); -1 and 0 are off."""
     zero_hpz_partition_size: Size = ok(1)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from zlaunch.runtime.comm.nodes import Mesh, NodeRanks, divide, find_nodes
 from zlaunch.runtime.config import ConfigError
@@ -55,9 +56,13 @@ def test_groups_that_would_cut_a_node_are_refused(size: int, counts: tuple[int, 
         divide(size, "key", nodes(*counts))
 
 
-def told(*places: tuple[int, int, str]) -> list[NodeRanks]:
-    """What is found where the ranks have told these places."""
-    return find_nodes(lambda place: list(places))
+CPU = torch.device("cpu")
+
+
+def told(*places: tuple[int, int, str], domains: Sequence[str | None] | None = None) -> list[NodeRanks]:
+    """What is found where the ranks have told these places, and these NVLink domains."""
+    each = domains or [None] * len(places)
+    return find_nodes(lambda _: [(*place, own) for place, own in zip(places, each, strict=True)], CPU)
 
 
 def test_nodes_are_found_by_their_first_rank_not_by_their_name() -> None:
@@ -75,8 +80,19 @@ def test_a_rank_tells_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(place)
         return []
 
-    assert find_nodes(exchange) == []  # type: ignore[arg-type]
-    assert seen == [(4, 4, socket.gethostname())]
+    assert find_nodes(exchange, CPU) == []  # type: ignore[arg-type]
+    assert seen == [(4, 4, socket.gethostname(), None)]
+
+
+def test_machines_in_one_nvlink_domain_are_one_node() -> None:
+    places = [(first, 2, name) for first, name in ((0, "a"), (2, "b"), (4, "c"), (6, "d")) for _ in range(2)]
+    found = told(*places, domains=["x"] * 6 + ["y"] * 2)
+    assert found == [NodeRanks("a to c", range(6)), NodeRanks("d", range(6, 8))]
+    assert told(*places, domains=["x", "x", "y", "y", "x", "x", None, None]) == told(*places)
+    # one GPU of a machine that has lost its links
+    assert told(*places, domains=["x", None, "x", None, None, None, "x", "x"]) == told(*places)
+    racks = told(*places, domains=["x"] * 4 + ["y"] * 4)
+    assert divide("node", "key", racks).shard_groups() == [range(4), range(4, 8)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ NAMES = {
     "nvmlClocksEventReasonSwThermalSlowdown": 0x20,
     "nvmlClocksEventReasonHwThermalSlowdown": 0x40,
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": 0x80,
+    "NVML_GPU_FABRIC_STATE_COMPLETED": 3,
 }
 GPU: dict[str, Any] = {
     "uuid": "GPU-0",
@@ -29,8 +31,24 @@ GPU: dict[str, Any] = {
     "nvmlDeviceGetTotalEccErrors": 0,
     "nvmlDeviceGetRemappedRows": (1, 0, 0, 0),
     "nvmlDeviceGetRetiredPagesPendingStatus": 0,
+    "fabric": (0, bytes(16), 0),
 }
-"""Answers of a healthy GPU. The module raises answers that are exceptions."""
+"""Answers of a healthy GPU. The module raises answers that are exceptions. `fabric` has state, cluster and
+clique.
+"""
+
+
+class FabricInfo(ctypes.Structure):
+    """Is nvidia-ml-py's c_nvmlGpuFabricInfo_v2_t."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint),
+        ("clusterUuid", ctypes.c_uint8 * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+        ("healthMask", ctypes.c_uint32),
+    ]
 
 
 def make_nvml(*gpus: Mapping[str, Any], init: str = "", without: tuple[str, ...] = ()) -> ModuleType:
@@ -87,7 +105,19 @@ def make_nvml(*gpus: Mapping[str, Any], init: str = "", without: tuple[str, ...]
     made.nvmlDeviceGetHandleByUUID = by_uuid
     made.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = lambda handle: handle["parent"]
     made.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(domain=0, bus=handle["bus"], device=0)
-    for name in GPU.keys() - {"uuid", *without}:
+    for name in GPU.keys() - {"uuid", "fabric", *without}:
         setattr(made, name, reader(name))
+
+    def fabric(handle: Mapping[str, Any], to: Any) -> int:
+        state, cluster, clique = reader("fabric")(handle)
+        found = to._obj
+        found.state = state
+        found.clusterUuid[:] = cluster
+        found.cliqueId = clique
+        return 0
+
+    if "nvmlDeviceGetGpuFabricInfoV" not in without:
+        made.c_nvmlGpuFabricInfoV_t = FabricInfo
+        made.nvmlDeviceGetGpuFabricInfoV = fabric
     module: ModuleType = made
     return module
