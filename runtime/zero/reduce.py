@@ -60,8 +60,6 @@ class Bucket:
     order: int = 0
     tensor: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
-    gaps: list[Tensor] = field(default_factory=list)
-    """Holds what lies between the parameters, and the padding: see Note [Gaps are zero] in layout.py."""
     written: list[bool] = field(default_factory=list)
     """Tells which parameters' slices hold a gradient (and are added to); the others are uninitialized."""
     seen: list[bool] = field(default_factory=list)
@@ -71,20 +69,14 @@ class Bucket:
     """Persistent: sums of an earlier backward pass of the same step, to be added to the next."""
     used: list[bool] = field(default_factory=list)
     """Tells which parameters had a gradient in the current step."""
-    _numels: list[int] = field(init=False)
-    """Cuts the tensor at both ends of each parameter."""
-    _slots: list[int] = field(init=False)
-    _gaps: list[int] = field(init=False)
-    """Say which of those parts the parameters are, and which the gaps."""
+    _places: list[tuple[torch.Size, tuple[int, ...], int]] = field(init=False)
+    """Holds the shape, strides and offset of each view: one call makes it."""
 
     def __post_init__(self) -> None:
-        layout = self.unit.layout
-        slots = [(slot.offset, slot.stop) for slot in layout.slots]
-        gaps = layout.gaps()
-        ranges = sorted([*slots, *gaps])
-        self._numels = [stop - start for start, stop in ranges]
-        self._slots = [ranges.index(each) for each in slots]
-        self._gaps = [ranges.index(each) for each in gaps]
+        slots = zip(self.unit.shapes, self.unit.layout.slots, strict=True)
+        self._places = [
+            (shape, torch.empty(shape, device="meta").stride(), slot.offset) for shape, slot in slots
+        ]
 
     @property
     def is_complete(self) -> bool:
@@ -126,15 +118,12 @@ class Bucket:
     def set_tensor(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
         self.views = []
-        self.gaps = []
         self.written = [False] * len(self.unit.parameters)
         if tensor is not None:
-            # One call for all, because the host pays for each. Autograd need not know that these are views.
-            parts = torch.unsafe_split_with_sizes(tensor, self._numels)
+            start = tensor.storage_offset()
             self.views = [
-                parts[i].view(shape) for i, shape in zip(self._slots, self.unit.shapes, strict=True)
+                tensor.as_strided(shape, strides, start + offset) for shape, strides, offset in self._places
             ]
-            self.gaps = [parts[i] for i in self._gaps]
 
 
 # -- buffer pool ------------------------------------------------------------------------------------
@@ -476,9 +465,9 @@ class GradientReducer:
             if len(self._in_flight) >= MAX_IN_FLIGHT:
                 self._retire()
             tensor = self._pool.lend(self.options.dtype or unit.dtype, unit.numel)
+            for start, stop in unit.layout.gaps():
+                tensor[start:stop].zero_()
             bucket.set_tensor(tensor)
-            for gap in bucket.gaps:
-                gap.zero_()
         else:
             again = bucket.state is BucketState.REDUCED
             while again and any(reduction.bucket is bucket for reduction in self._in_flight):

@@ -86,7 +86,7 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/zero/reduce.py",
-        "            for gap in bucket.gaps:\n                gap.zero_()\n",
+        "            for start, stop in unit.layout.gaps():\n                tensor[start:stop].zero_()\n",
         "",
         "the padding of a send buffer is garbage",
         ("tests/unit/zero/test_padding.py",),

@@ -72,6 +72,16 @@ def test_what_follows_a_result_does_not_hide_it(tmp_path: Path) -> None:
     assert found["result"] == {"step_s": 2}
 
 
+def test_a_result_says_whether_kernels_fell_back(tmp_path: Path) -> None:
+    """The warning is the one of cuda_ops/loader.py."""
+    prints = "print('{\"step_s\": 2}')"
+    warns = f"from zlaunch.cuda_ops import loader; loader._warn_once('no NVRTC'); {prints}"
+    for code, kernels in ((prints, "no fallback"), (warns, "torch's operations instead: no NVRTC")):
+        part = Part("talks", ("timeit", "-n1", "-r1", code), 60)
+        found = run(part, 60, tmp_path / "log", rehearse=False)
+        assert found["result"] == {"step_s": 2} and found["kernels"] == kernels
+
+
 def test_a_part_ends_with_the_command_that_was_killed(tmp_path: Path) -> None:
     """The file has every finished part, and nothing holds the GPU."""
     (tmp_path / "in.json").write_text('{"step_s": 1.5}')
