@@ -64,6 +64,19 @@ _output = partial(option, group=_OUTPUT)
 
 _MOST_WORKERS = 4096
 """Workers on a node: more is a typo, whose plan would fill the memory."""
+
+
+class _GpuCount(click.IntRange):
+    """Takes a number of GPUs; names the right option for a list of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and re.fullmatch(r"\d+([,-]\d+)+", value):
+            self.fail(
+                f"{value} is a list of GPUs, not their number: use --include localhost:{value}", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
 REACH = (
     _place("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of sshd on the nodes."),
     _place("--ssh_config", metavar="FILE", help="ssh configuration to use instead of ~/.ssh/config."),
@@ -76,11 +89,11 @@ REACH = (
 )
 """Lists the options that reach other nodes."""
 WHERE = (
-    count_option(
+    _place(
         "--num_gpus",
         "--num_accelerators",
-        high=_MOST_WORKERS,
-        group=_PLACE,
+        type=_GpuCount(1, _MOST_WORKERS),
+        metavar="N",
         common=True,
         help="Workers per node, one per GPU.  [default: all GPUs]",
     ),

@@ -161,6 +161,10 @@ def test_a_launch_imports_no_other_command() -> None:
             "No such option --nproc_per_ndoe. Did you mean --nproc_per_node?",
         ),
         (["--num_gpus", "two", "x.py"], "'two' is not a whole number."),
+        (
+            ["--num_gpus", "0,2-3", "x.py"],
+            "0,2-3 is a list of GPUs, not their number: use --include localhost:0,2-3",
+        ),
         (["--hang_timeout", "long", "x.py"], "'long' is not a number."),
         (["chekpoint", "ls"], "no script 'chekpoint', did you mean `zlaunch checkpoint`?"),
         (["last"], "no script 'last', did you mean `zlaunch ps last`, or stop or stacks?"),
