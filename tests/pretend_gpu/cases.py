@@ -37,6 +37,7 @@ _PLAN = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
 SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": _PLAN}}
 DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
+PIPED: dict[str, Any] = {"parallel": {"pipeline": 2}}
 SPLIT: dict[str, Any] = {"parallel": {"sequence": 2}}
 STEPPING: dict[str, Any] = {"step_in_backward": True}
 NARROW: dict[str, Any] = {
@@ -68,6 +69,8 @@ ROUTING = (
     "aten::nonzero in expert._compute < expert._send",
 )
 """Where the host has to know how many tokens go where."""
+LOSSES = "tolist in schedule._take < schedule.train"
+"""At the end of a pipeline's step, for the last stage's losses, which all stages return."""
 SUM_ON_DISK = "Event.synchronize in transfer.wait < stores._add_to_tile"
 
 
@@ -108,7 +111,9 @@ class Case:
         # pass lets the next pass know it
         needing = {"offload_optimizer", "offload_param", "step_in_backward"}
         together = self.options.get("optimizer", {"type": "AdamW"})["type"] != "AdamW"
-        if self.zero.keys() & needing or together:
+        # a stage has no gradients of the others' parameters, and asks how many ranks have them
+        is_stage = "pipeline" in self.options.get("parallel", {})
+        if self.zero.keys() & needing or together or is_stage:
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
 
@@ -208,6 +213,17 @@ CASES = {
             more_waits=(BATCHES,),
             looks=True,
         ),
+        *(
+            Case(
+                f"stage {stage} pipeline on two",
+                stage,
+                options={**BF16, **PIPED},
+                accumulation=3,
+                world=2,
+                more_waits=(LOSSES,),
+            )
+            for stage in (0, 1)
+        ),
         Case("stage 3 init on two", 3, options=BF16, init=True, world=2),
         *(Case(f"stage {stage} groups on four", stage, GROUPS, BF16, world=4) for stage in (0, 1, 2, 3)),
         *(Case(f"stage {stage} copies on four", stage, COPIES, BF16, world=4) for stage in (1, 3)),
@@ -279,7 +295,7 @@ def train(case: Case) -> dict[str, Any]:
     from tests.runtime.models import batches, config, loss_of, net
 
     from .clocks import findings
-    from .layers import attending, loss_of_parts, mixture
+    from .layers import attending, loss_of_logits, loss_of_parts, mixture
     from .modes import running
 
     findings.clear()
@@ -287,7 +303,7 @@ def train(case: Case) -> dict[str, Any]:
         os.environ["ZLAUNCH_MEMORY_DIR"] = f"{folder}/memory"
         device = zlaunch.init_distributed()
         axes = case.options.get("parallel", {})
-        shared = axes.get("tensor", 1) * axes.get("sequence", 1)
+        shared = axes.get("tensor", 1) * axes.get("sequence", 1) * axes.get("pipeline", 1)
         parts, rank = dist.get_world_size() // shared, dist.get_rank() // shared
         small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 4096, "reduce_bucket_size": 9000}
         settings = config(
@@ -321,6 +337,11 @@ def train(case: Case) -> dict[str, Any]:
             micros = [micro.chunk(parts)[rank].pin_memory() for micro in batch.chunk(case.accumulation)]
             if index == _WARM:
                 findings.waits.clear()
+            if "pipeline" in axes:
+                inputs = [micro.to(device, non_blocking=True) for micro in micros]
+                pairs = [(each[:, :-1], each[:, 1:]) for each in inputs]
+                losses.append(engine.train_batch(iter(pairs), loss_of_logits))
+                continue
             for micro in micros:
                 loss = (loss_of_parts if case.attends else loss_of)(
                     engine, micro.to(device, non_blocking=True)

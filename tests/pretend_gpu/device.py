@@ -204,6 +204,65 @@ def _collective(
     return call
 
 
+class Transfer(_Work):
+    """Is a send or receive under way: gloo moves the bytes while the host goes on, as NCCL does."""
+
+    def __init__(self, event: Event, real: Any) -> None:
+        super().__init__(event)
+        self._real = real
+
+    def wait(self, timeout: Any = None) -> None:
+        with _plain():
+            self._real.wait()
+        self.wait_on_stream()
+
+    def wait_on_stream(self) -> None:
+        """Have the current stream wait."""
+        super().wait()
+
+
+def _transfer(name: str, real: Callable[..., Any], *, fills: bool) -> Callable[..., Any]:
+    def call(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        on_device = is_on_device(tensor)
+        with _plain():
+            work = real(tensor, *args, group=group, **kwargs)
+        if not on_device:
+            return work
+        # NCCL has a stream for each pair of ranks. One for each direction orders less: what is in order here
+        # is in order there.
+        stream = _nccl.setdefault((group, name), Stream())
+        stream.wait_stream(current_stream())
+        launch(name, [] if fills else [tensor], [tensor] if fills else [], stream.actor)
+        event = Event()
+        with lock:
+            event.clock = dict(clocks[stream.actor])
+        return Transfer(event, work)
+
+    return call
+
+
+def _install_transfers() -> None:
+    torch_dist: Any = dist
+    c10d: Any = dist.distributed_c10d
+    for name, fills in (("isend", False), ("irecv", True)):
+        call = _transfer(name, getattr(dist, name), fills=fills)
+        setattr(dist, name, call)
+        setattr(c10d, name, call)  # P2POp compares with these
+
+    def batch(operations: Sequence[Any]) -> list[Any]:
+        return [each.op(each.tensor, each.peer, group=each.group, tag=each.tag) for each in operations]
+
+    def blocking(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            getattr(dist, name)(*args, **kwargs).wait()
+
+        return call
+
+    torch_dist.batch_isend_irecv = batch
+    torch_dist.send = blocking("isend")
+    torch_dist.recv = blocking("irecv")
+
+
 _sum_over_ranks = dist.all_reduce
 
 
@@ -215,6 +274,7 @@ def _reduce_scatter(shard: Tensor, bucket: Tensor, *, group: Any = None) -> None
 
 def _install_collectives() -> None:
     torch_dist: Any = dist
+    _install_transfers()
     init = dist.init_process_group
     for name in ("all_gather_single", "all_gather_into_tensor"):
         if hasattr(dist, name):

@@ -45,6 +45,13 @@ def attending(width: int) -> Any:
     return Attending()
 
 
+def loss_of_logits(logits: Any, labels: Any) -> Any:
+    """Return the mean cross entropy."""
+    from torch.nn import functional
+
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
 def loss_of_parts(model: Any, tokens: Any) -> Any:
     """Return the loss of whole sequences, of which this rank computes its part."""
     from torch.nn import functional

@@ -241,6 +241,12 @@ def _threads_do_not_choose_their_device() -> list[Change]:
     return [(threads, "use_device", _nothing)]
 
 
+def _what_a_stage_receives_is_used_before_it_arrives() -> list[Change]:
+    from .device import Transfer
+
+    return [(Transfer, "wait_on_stream", lambda self: None)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -269,6 +275,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 groups on four", _the_second_hop_is_not_waited_for),
         ("stage 3 groups on four", _the_second_hop_does_not_wait_for_the_first),
         ("stage 0 tensor on two", _the_sum_of_a_layer_is_not_waited_for),
+        ("stage 1 pipeline on two", _what_a_stage_receives_is_used_before_it_arrives),
         ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
         ("stage 0 sequence on two", _heads_are_computed_before_they_arrive),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
