@@ -876,10 +876,12 @@ class Engine(nn.Module):
     #   a use of a sharded parameter outside of a pass: its class refuses it (zero/placeholder.py).
 
     def _guard(self, call: str, *needed: str) -> None:
-        """Raise RuntimeError if the engine was destroyed, OffloadedError if a state that a call needs (any,
-        where none is named) is in host memory.
+        """Raise RuntimeError if the engine was destroyed, ParameterError if other ranks still wait in a pass
+        that failed here, OffloadedError if a state that a call needs (any, where none is named) is in host
+        memory.
         """
         self._check_alive()
+        self._schedule.check_passes()
         self._states.check(call, *needed)
 
     def _check_alive(self) -> None:
@@ -969,6 +971,9 @@ class WholeSteps:
 
     def check_call(self, what: str) -> None:
         """Raise ParameterError if the script cannot make a pass or a step by itself."""
+
+    def check_passes(self) -> None:
+        """Raise ParameterError if a pass was left half-way in which other ranks wait for this one."""
 
     def restart_data(self) -> None:
         """Take the training_data anew: it resumes behind the last batch of a checkpoint."""

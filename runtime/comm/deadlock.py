@@ -108,6 +108,17 @@ _GRACE_S = 10.0
 """Sets the time after which a main thread that cannot raise the verdict (it is inside a library) is ended."""
 
 
+_FOR_ALL = frozenset(
+    [
+        *("all_reduce", "all_reduce_coalesced", "barrier", "monitored_barrier"),
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
+        *("all_gather_coalesced", "all_to_all", "all_to_all_single"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    ]
+)
+"""Names the calls of torch.distributed that no rank leaves before all have entered them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blocked:
     """Says where a rank's main thread is blocked."""
@@ -115,13 +126,20 @@ class Blocked:
     wait: int
     """Numbers the wait in its process."""
     key: Key | None
-    """Identifies the collective; None for one of torch.distributed that the script itself has called."""
+    """Identifies the collective; None for a call of torch.distributed that the script itself has made."""
     what: str
     where: str
     started: Mapping[str, int] = field(default_factory=dict)
     """Counts the collectives of a channel ("communicator/channel") that the rank has started."""
     beat: int = 0
     """Grows while the thread looks."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Tell whether no rank can have left this call before all have entered it. A ``recv`` needs one rank,
+        and the others leave a ``gather`` at once: that they are elsewhere proves nothing.
+        """
+        return self.key is not None or self.what.rpartition(".")[2] in _FOR_ALL
 
     def has_started(self, key: Key) -> bool:
         return self.started.get(f"{key[0]}/{key[1]}", 0) > key[2]
@@ -255,7 +273,7 @@ class DeadlockWatch:
         if self._standing is not None:
             self._standing.look("" if now is None else now.what)
         verdict = None
-        if now is not None and before is not None and now.wait == before.wait:
+        if now is not None and now.needs_all and before is not None and now.wait == before.wait:
             self._publish(now)
             verdict = self._told(now)
         elif self._published:
@@ -325,7 +343,7 @@ class DeadlockWatch:
 
 
 def _collective_of(frame: Any) -> str | None:
-    """Return the collective of torch.distributed over all ranks whose innermost frame this is."""
+    """Return the call of torch.distributed in the group of all ranks whose innermost frame this is."""
     if frame is None or not str(frame.f_globals.get("__name__", "")).endswith("distributed_c10d"):
         return None
     names = []

@@ -430,6 +430,11 @@ class PipelineSchedule(WholeSteps):
                 "engine.train_batch(data_iter) for a step, engine.eval_batch(data_iter) for an evaluation"
             )
 
+    def check_passes(self) -> None:
+        """Raise ParameterError if an earlier pass has ended in an exception on this stage."""
+        if self._pipeline.stages is not None and not self._is_running:
+            self._pipeline.stages.check()
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         self._is_running = True

@@ -251,7 +251,11 @@ class Prefetch:
             numel = self._ahead.pop(index)
             self._ahead_numel -= numel
             self._ahead_count -= numel > 0
-            return
+            first = next((block for block, numel in self._ahead.items() if numel), None)
+            units = [] if first is None else self._blocks[first].units
+            # The end of a GatheredParameters context inside the pass reshards what was ahead.
+            if not any(unit.state is UnitState.SHARDED for unit in units):
+                return
         self._followers = order.followers
         self._ahead.clear()
         self._ahead_numel = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 import zlaunch
 from tests.runtime.models import Layer, batches, config, loss_of, net
 from tests.runtime.workers import WorkerError, join, run_workers
+from zlaunch.runtime.comm import deadlock
 from zlaunch.runtime.comm.deadlock import Blocked, DeadlockWatch, Judge
 from zlaunch.runtime.comm.pending import Key, Waits
 
@@ -195,6 +197,32 @@ def test_of_many_ranks_those_that_wait_in_vain_are_told() -> None:
     found = _verdicts(*[(IN_GATHER, gone_on, *[IN_GATHER] * 500, IN_REDUCE, None)] * 5)
     assert set(found) == {0, *range(2, 503)}
     assert "while rank 502 does" in found[2]
+
+
+def _one_rank_is_late(call: str) -> None:
+    """Rank 2 is late for a call in which not every rank waits for every other one."""
+    deadlock.PERIOD_S = 0.05
+    rank = join()
+    engine, *_ = zlaunch.initialize(model=net(), config=options())
+    tokens = batches(1, 6)[0].chunk(3)[rank]
+    engine.backward(loss_of(engine, tokens))
+    engine.step()
+    tensor = torch.ones(1)
+    if rank == 2:
+        time.sleep(2)
+    if call == "gather":
+        torch.distributed.gather(tensor, [torch.empty(1) for _ in range(3)] if rank == 0 else None)
+    elif rank == 2:
+        torch.distributed.send(tensor, 0)
+    elif rank == 0:
+        torch.distributed.recv(tensor, 2)
+    engine.backward(loss_of(engine, tokens))
+    engine.step()
+
+
+@pytest.mark.parametrize("call", ["gather", "recv"])
+def test_a_late_rank_is_no_deadlock_where_another_one_waits_for_it_alone(call: str) -> None:
+    run_workers(_one_rank_is_late, 3, call)
 
 
 class _CountingStore(HashStore):

@@ -229,7 +229,7 @@ def test_data_that_ends_early_on_one_rank_does_not_hang() -> None:
         run_workers(_ends_early, 2)
 
 
-def _goes_on_after_an_error() -> None:
+def _goes_on_after_an_error(call: str) -> None:
     rank = join()
     engine = start(Network())
 
@@ -240,12 +240,15 @@ def _goes_on_after_an_error() -> None:
     if rank == 1:
         with pytest.raises(ArithmeticError):
             engine.train_batch(iter(micro_batches()), failing)
+        if call == "save":
+            engine.save_checkpoint("never")
     engine.train_batch(iter(micro_batches()), loss_fn)
 
 
-def test_a_stage_that_goes_on_after_an_error_does_not_hang() -> None:
+@pytest.mark.parametrize("call", ["train", "save"])
+def test_a_stage_that_goes_on_after_an_error_does_not_hang(call: str) -> None:
     with pytest.raises(WorkerError, match="an earlier pass raised an exception on this stage"):
-        run_workers(_goes_on_after_an_error, 2)
+        run_workers(_goes_on_after_an_error, 2, call)
 
 
 def _unusual_steps() -> Any:

@@ -195,6 +195,20 @@ def test_a_rank_whose_step_is_late_starts_the_same_gathers_in_the_same_order() -
     assert late[:2] == ["0", "1"], "1 came second in the last pass, and is gathered ahead"
 
 
+def test_what_was_resharded_inside_a_pass_is_gathered_ahead_again() -> None:
+    model, comm = make(10**9, prefetch=10**6)
+
+    def reshard(module: nn.Module, args: object, output: object) -> None:
+        for unit in comm.units:
+            unit.reshard()
+
+    handle = model[0].register_forward_hook(reshard)
+    begun, live = begun_in_a_pass(model, comm)
+    handle.remove()
+    assert [name for name, _ in begun][:10] == ["0", "1", "2", "3", "4", "1", "2", "3", "4", "3"]
+    assert live[2] == sum(SIZES[2:]), "behind the block that follows, all the rest is ahead"
+
+
 def test_nothing_is_gathered_ahead_without_prefetch() -> None:
     _, live = begun_in_a_pass(*make(10**9, prefetch=0))
     assert live == list(SIZES)
