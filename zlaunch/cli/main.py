@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import click
 
 from zlaunch.cli.commands import RUN, SUBCOMMANDS, asked_for_help, load, message_of
+from zlaunch.system.interrupts import remember_interrupts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; every user error is one line and code 2."""
     if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.SIG_IGN):  # ignored behind a script's `&`
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        remember_interrupts()
     _fill_closed_descriptors()
     args = list(sys.argv[1:] if argv is None else argv)
     name = "zlaunch"

@@ -28,6 +28,7 @@ from zlaunch.supervisor.nodes import (
 from zlaunch.supervisor.provenance import Provenance
 from zlaunch.supervisor.verdict import Outcome
 from zlaunch.system import boot_clock
+from zlaunch.system.interrupts import was_interrupted
 from zlaunch.system.messages import Ping, Pong, Preload
 from zlaunch.system.processes import PASSED_SIGNALS, signal_name
 from zlaunch.view.console import Console
@@ -294,6 +295,8 @@ def run_job(
     with pre_run_signals() as signals:
         signals.save_asked = save_asked
         try:
+            if was_interrupted():
+                raise Stopped(signal.SIGINT)
             outcome = _run(job, console, provenance, signals)
         except Stopped as stopped:
             signals.end()  # a second signal must not end this report of the first
