@@ -143,7 +143,7 @@ def run(part: Part, limit_s: float, log: Path, *, rehearse: bool) -> dict[str, A
             _end(process)
     with open(log, "a", encoding="utf-8") as said:
         said.write(f"\n== {part.name}: {' '.join(command)}\n{text}")
-    # Results of torch's operations look like those of our kernels, only slower.
+    # A fallback to torch's operations only makes a part slower: nothing else in its result shows it.
     fallback = _FALLBACK.search(text)
     kernels = f"torch's operations instead: {fallback[1]}" if fallback else "no fallback"
     found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "kernels": kernels}

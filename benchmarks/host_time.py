@@ -3,9 +3,9 @@
     python -m benchmarks.host_time [--layers 32] [--ranks 8] [--rounds 9] [--steps 20] [--profile stage 3]
 
 One process trains a model of small layers as one rank of several. Its collectives end at once (torch's "fake"
-process group), so what is left is the time in which a GPU would wait for its next kernel: the CPU time of the
-main thread. "torch" is the same model and optimizer without sharding; what a system takes above that is its
-own part. Systems take turns.
+process group). The CPU time of the main thread is measured: a GPU that computes faster waits for it. "torch"
+is the same model and optimizer without sharding, and the own part of a system is its time beyond that.
+Systems take turns.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ import torch
 
 
 def find_nvlink_domain(device: torch.device) -> str | None:
-    """Return a name of the domain that a GPU shares with those of other machines; None where it has no such
-    links, for a CPU, and where nvidia-ml-py is not installed or NVML cannot tell.
+    """Return the cluster and clique of a GPU whose NVLink reaches other machines, as text.
+
+    None for other GPUs, for a CPU, and where nvidia-ml-py is not installed or NVML cannot tell.
     """
     if device.type != "cuda":
         return None

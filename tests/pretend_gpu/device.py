@@ -205,7 +205,7 @@ def _collective(
 
 
 class Transfer(_Work):
-    """Is a send or receive under way: gloo moves the bytes while the host goes on, as NCCL does."""
+    """Waits for a send or receive. gloo moves the bytes while the host continues, as NCCL does."""
 
     def __init__(self, event: Event, real: Any) -> None:
         super().__init__(event)

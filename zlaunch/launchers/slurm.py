@@ -88,7 +88,7 @@ class SrunTaskLauncher(ThisNodeLauncher):
 
     @staticmethod
     def default_run_dir(run_id: str, allocation: Allocation | None) -> Path:
-        """Return a folder beside those of the other tasks."""
+        """Return the default run folder of this task, named after its SLURM job and step."""
         # A requeued job numbers its steps from 0 again.
         assert allocation is not None
         restart = f"-restart_{allocation.restart_count}" if allocation.restart_count else ""

@@ -1,8 +1,7 @@
 """Remember a Ctrl-C whose KeyboardInterrupt Python has swallowed.
 
-Python raises the exception in whatever runs at that moment. In a finalizer or a weakref's callback, of which
-an import makes many, it is printed as "Exception ignored", and the command goes on as if nothing had been
-pressed.
+Python raises the exception in whatever code is running. In a finalizer or a weakref callback, it prints
+"Exception ignored" and continues: the Ctrl-C is lost. Imports run many weakref callbacks.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ _OTHER_LINES = 16
 """Rows of ranks in any terminal, and the lines that the rest may take there."""
 _BAR_WIDTH = 50
 _LIVING = ("running", "on ")
+"""Lists how the states of runs begin that have not ended, on this host or another one."""
 _SILENT_S = 10.0
 """Shows the age of the last report from this many seconds on."""
-"""How the states of runs begin that have not ended, on this host or another one."""
 _COLORS = ("green", "blue", "magenta", "red", "yellow", "white")
 """Colors of the parts of a step, in the order of TIMES."""
 

@@ -60,7 +60,7 @@ CPU = torch.device("cpu")
 
 
 def told(*places: tuple[int, int, str], domains: Sequence[str | None] | None = None) -> list[NodeRanks]:
-    """What is found where the ranks have told these places, and these NVLink domains."""
+    """Return the nodes that are found when the ranks report these places and NVLink domains."""
     each = domains or [None] * len(places)
     return find_nodes(lambda _: [(*place, own) for place, own in zip(places, each, strict=True)], CPU)
 

@@ -109,11 +109,11 @@ def make_nvml(*gpus: Mapping[str, Any], init: str = "", without: tuple[str, ...]
         setattr(made, name, reader(name))
 
     def fabric(handle: Mapping[str, Any], to: Any) -> int:
-        state, cluster, clique = reader("fabric")(handle)
+        values = reader("fabric")(handle)
         found = to._obj
-        found.state = state
-        found.clusterUuid[:] = cluster
-        found.cliqueId = clique
+        found.state = values[0]
+        found.clusterUuid[:] = values[1]
+        found.cliqueId = values[2]
         return 0
 
     if "nvmlDeviceGetGpuFabricInfoV" not in without:
