@@ -395,9 +395,11 @@ def run_fsdp2(name: str, *, checkpoint: bool) -> dict[str, Any]:
 
 def _zlaunch() -> dict[str, Any]:
     """Run the ranks with this command's options, and return what rank 0 has found."""
-    from tests.pretend_gpu.ranks import run_ranks
+    from tests.pretend_gpu.ranks import Ranks
 
-    codes, said = run_ranks("benchmarks.schedule", ["--as_rank", *sys.argv[1:]], world=RANKS, limit_s=LIMIT_S)
+    with Ranks() as ranks:
+        arguments = ["--as_rank", *sys.argv[1:]]
+        codes, said = ranks.run("benchmarks.schedule", arguments, world=RANKS, limit_s=LIMIT_S)
     if any(codes):
         raise SystemExit("\n".join(said))
     found: dict[str, Any] = json.loads(said[0].splitlines()[-1])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import numbers
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, WithJsonSchema
@@ -21,9 +25,7 @@ MAX = sys.maxsize
 class Section(BaseModel):
     """A config section: unknown keys are refused and values never change after loading."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     level: ClassVar[Level] = "supported"
     """Support level of the fields that name none themselves."""
@@ -35,6 +37,39 @@ class OpenSection(Section):
     """A section that is only recognised: its keys are kept, not checked."""
 
     model_config = ConfigDict(extra="allow")
+
+
+def describe_fields(model: type[Section]) -> dict[str, str]:
+    """Return what each field of a section is for, by its name: its docstring in the source, or the text that
+    it was made with. Fields of a module whose source is not there are missing.
+
+    Only the reference page and the schema need these. pydantic's `use_attribute_docstrings` parses every
+    class when it is defined, which makes each import of the config four times as long.
+    """
+    described: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        described |= _docstrings(kind.__module__).get(kind.__name__, {})
+    described |= {name: info.description for name, info in model.model_fields.items() if info.description}
+    return {name: described[name] for name in model.model_fields if name in described}
+
+
+@cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings of fields in a module: class -> field -> text."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):
+        return {}
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return {node.name: dict(_documented(node.body)) for node in classes}
+
+
+def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    """Yield the fields that a string follows, with that string."""
+    for field, after in pairwise(body):
+        match field, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, inspect.cleandoc(text)
 
 
 def ok(default: Any, *aliases: str) -> Any:

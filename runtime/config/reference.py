@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from .check import extra, join, section_of
-from .fields import MAX, Section
+from .fields import MAX, Section, describe_fields
 from .optimizers import SCHEDULER_PARAMS, AdamParams, optimizer_models
 from .schema import Config
 
@@ -61,6 +61,7 @@ def _section(model: type[Section], path: str, title: str) -> Iterator[str]:
     yield "| key | default | supported | |"
     yield "|---|---|---|---|"
     inner: list[tuple[type[Section], str]] = []
+    described = describe_fields(model)
     for name, info in model.model_fields.items():
         below = section_of(info)
         if below:
@@ -76,7 +77,7 @@ def _section(model: type[Section], path: str, title: str) -> Iterator[str]:
         else:
             value = info.get_default(call_default_factory=True)
             default = "no limit" if value == MAX and type(value) is int else f"`{json.dumps(value)}`"
-        text = " ".join((info.description or "").split())
+        text = " ".join(described.get(name, "").split())
         if why := extra(info).get("why"):
             text += f" Always: {why}."
         if aliases := extra(info).get("aliases"):

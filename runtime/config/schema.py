@@ -23,6 +23,7 @@ from .fields import (
     Section,
     Steps,
     always,
+    describe_fields,
     ok,
     real,
     section,
@@ -506,9 +507,13 @@ def json_schema() -> Json:
     definitions: Json = schema["$defs"]
     for model in {*optimizer_models().values(), *SCHEDULER_PARAMS.values()}:
         definitions[model.__name__] = model.model_json_schema()
-    for part in (schema, *definitions.values()):
+    models = _models_by_name(Section)
+    for name, part in (("Config", schema), *definitions.items()):
         properties = part["properties"]
+        described = describe_fields(models[name])
         for key, prop in list(properties.items()):
+            if key in described:
+                prop["description"] = described[key]
             aliases = prop.pop("aliases", [])
             for ours in ("feature", "off", "why", "holds"):
                 prop.pop(ours, None)
@@ -524,6 +529,15 @@ def json_schema() -> Json:
         ]
     schema["properties"][EDITOR_KEY] = {"type": "string", "description": "where editors find this schema"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _models_by_name(model: type[Section]) -> dict[str, type[Section]]:
+    """Return all models derived from one; of two with a name, the one that is derived from the other."""
+    found: dict[str, type[Section]] = {}
+    for derived in model.__subclasses__():
+        found[derived.__name__] = derived
+        found |= _models_by_name(derived)
+    return found
 
 
 def _with_auto(prop: Json) -> Json:

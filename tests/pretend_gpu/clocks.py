@@ -86,8 +86,22 @@ def where(frames: int = 3) -> str:
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < frames:
-        name = frame.f_code.co_filename
-        if any(part in name for part in _OURS) and "site-packages" not in name and "/tests/" not in name:
-            found.append(f"{name.rpartition('/')[2].removesuffix('.py')}.{frame.f_code.co_name}")
+        code = frame.f_code
+        module = _modules.get(code.co_filename)
+        if module is None:
+            module = _modules[code.co_filename] = _runtime_module(code.co_filename)
+        if module:
+            found.append(f"{module}.{code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "the script"
+
+
+_modules: dict[str, str] = {}
+"""File -> its module of the runtime, or "": every operation looks at some fifty frames."""
+
+
+def _runtime_module(name: str) -> str:
+    """Return the last part of a module's name, or "" for a file that is not the runtime's."""
+    if any(part in name for part in _OURS) and "site-packages" not in name and "/tests/" not in name:
+        return name.rpartition("/")[2].removesuffix(".py")
+    return ""

@@ -45,7 +45,10 @@ _nccl: dict[Any, Stream] = {}
 
 
 def install() -> None:
-    """Make this process one with a GPU; code sees it inside of ``modes.running()``."""
+    """Make this process one with a GPU; code sees it inside of ``modes.running()``. Once is enough."""
+    cuda: Any = torch.cuda
+    if cuda.Stream is Stream:
+        return
     os.environ["ZLAUNCH_KERNELS"] = "torch"  # the twins: CuPy needs a device
     torch.set_num_threads(1)
     threads.install()

@@ -74,7 +74,18 @@ def _makes_views(operation: Any) -> bool:
     return makes and not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
+@functools.cache
+def _arguments(operation: Any) -> list[tuple[str, bool]]:
+    """Return the names of an operation's arguments, and whether it writes to them."""
+    infos = [(argument.name, argument.alias_info) for argument in operation._schema.arguments]
+    return [(name, info is not None and info.is_write) for name, info in infos]
+
+
 def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return []
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -91,18 +102,19 @@ class Record(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        schema, name = func._schema, func._schema.name
+        name = func._schema.name
         reads: list[Tensor] = []
         writes: list[Tensor] = []
-        named = [*zip(schema.arguments, args, strict=False)]
-        named += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-        for argument, value in named:
-            does_write = argument.alias_info is not None and argument.alias_info.is_write
+        arguments = _arguments(func)
+        for (_, does_write), value in zip(arguments, args, strict=False):
             (writes if does_write else reads).extend(_tensors(value))
+        for argument, does_write in arguments:
+            if argument in kwargs:
+                (writes if does_write else reads).extend(_tensors(kwargs[argument]))
         for tensor in (*reads, *writes):
             block_of(tensor)
-        seen = {key_of(tensor) for tensor in (*reads, *writes)}
         follow = any(is_on_device(tensor) for tensor in (*reads, *writes))
+        seen = {key_of(tensor) for tensor in (*reads, *writes)}
         result = func(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if key_of(tensor) not in seen]
         wish = getattr(_wish, "on_device", None)

@@ -6,7 +6,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
-from tests.pretend_gpu.ranks import run_ranks
+from tests.pretend_gpu.ranks import Ranks
 from tests.selection import sampled_positions
 from tests.unit.cuda_ops.test_kernels_shim import built
 
@@ -31,9 +31,23 @@ GROUPS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    """Keep a process from which ranks are forked."""
+    yield
+    if ranks.cache_info().currsize:
+        ranks().close()
+        ranks.cache_clear()
+
+
+@functools.cache
+def ranks() -> Ranks:
+    return Ranks()
+
+
 def run(*arguments: str, world: int) -> list[dict[str, Any]]:
     """What ranks of `python -m tests.pretend_gpu` have found, case by case, rank by rank."""
-    codes, said = run_ranks("tests.pretend_gpu", arguments, world=world, limit_s=LIMIT_S)
+    codes, said = ranks().run("tests.pretend_gpu", arguments, world=world, limit_s=LIMIT_S)
     assert codes == [0] * world, said
     return [json.loads(line) for text in said for line in text.splitlines() if line.startswith("{")]
 
