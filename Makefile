@@ -12,7 +12,8 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 WITH_TOOLS := $(VENV)/.installed-with-tools
 WITH_DOCS := $(VENV)/.installed-with-docs
-PIP := $(PY) -m pip install --no-input --disable-pip-version-check --progress-bar off -c constraints.txt
+# Python compiles what it imports, which is a small part of torch; pip would compile all, for a minute.
+PIP := $(PY) -m pip install --no-input --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt
 # torch's CPU build is a tenth of the size of the CUDA build. TORCH_INDEX= installs from your default index.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1

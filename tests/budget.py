@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import MARK, marked
+from tests.leftovers import MARK, marked, newest_process
 from tests.limits import SLOWER
 
 CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 900.0
@@ -115,6 +115,10 @@ class Recorder:
         self.outside: dict[str, float] = {}
         self.too_much: list[str] = []
         self._before_tests = 0.0
+        # all CPU seconds when they were last asked for, those of this process alone, and the newest process
+        self._total = 0.0
+        self._own = 0.0
+        self._newest = b""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Start the ranks' fork server first: its imports would count as the first test's."""
@@ -125,8 +129,13 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        item.stash[_START] = cpu_seconds()
+        # nothing that earlier tests have left works now, or the next test that starts a process pays for it
+        item.stash[_START] = self._used(is_started=self._total == 0)
         return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._newest = newest_process()  # after the thread of the limit: see tests/selection.py
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -134,10 +143,18 @@ class Recorder:
     ) -> Generator[None, Any, Any]:
         report = yield
         if report.when == "teardown":
-            used = cpu_seconds() - item.stash[_START] + item.stash.get(DETACHED, 0.0)
+            is_started = newest_process() != self._newest
+            used = self._used(is_started=is_started) - item.stash[_START] + item.stash.get(DETACHED, 0.0)
             used = max(0.0, used)  # a process that is detached takes its time out of the tree
             report.user_properties.append((_PROPERTY, used))
         return report
+
+    def _used(self, *, is_started: bool) -> float:
+        """Return what `cpu_seconds` does; without a look at all processes where none has been started."""
+        own = time.process_time()
+        self._total = cpu_seconds() if is_started else self._total + own - self._own
+        self._own = own
+        return self._total
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:

@@ -58,9 +58,10 @@ def _level_of_messages() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    with ended_afterwards():
+    with ended_afterwards() as is_started:
         yield
-        request.node.stash[budget.DETACHED] = budget.detached_cpu_seconds()
+        if is_started():
+            request.node.stash[budget.DETACHED] = budget.detached_cpu_seconds()
 
 
 # -- a skipped test is a failed one in CI, but for those of tests/gpu

@@ -196,6 +196,7 @@ def prepare(combination: Combination, torch_index: str) -> Path:
         _done([base, "-m", "venv", str(folder)], "making the virtual environment")
     mark.unlink(missing_ok=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+    pip.append("--no-compile")  # most of torch is never imported
     torch = f"torch=={combination.torch}"
     if torch_index:
         first = [*pip, "--no-deps", "--retries", "1", "--timeout", "15", "--index-url", torch_index, torch]
