@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,3 +262,93 @@ def test_optimizers_that_ranks_step_together(deepspeed: Any) -> None:
     ):
         with pytest.raises(ValueError, match="not supported"):
             make(weight, **options)
+
+
+def test_names_that_projects_import(
+    deepspeed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, get_model_ckpt_name_for_rank
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from deepspeed.runtime import config
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+    from deepspeed.utils import module_utils
+    from deepspeed.utils.logging import print_dist
+
+    inner = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(inner, nn.Linear(2, 1))
+    assert recursive_getattr(model, "0.0") is inner[0]
+    recursive_setattr(model, "0.0", nn.Identity())
+    recursive_setattr(model, "1", inner)
+    assert isinstance(inner[0], nn.Identity) and model[1] is inner
+    assert module_utils.recursive_getattr is recursive_getattr
+    with pytest.raises(AttributeError):
+        recursive_getattr(model, "0.7")
+
+    files = TorchCheckpointEngine()
+    path = get_model_ckpt_name_for_rank(str(tmp_path / "a"), "00")
+    files.makedirs(str(tmp_path / "a"))
+    files.save({UNIVERSAL_CHECKPOINT_INFO: {"at": 3}}, path)
+    assert files.load(path) == {"universal_checkpoint_info": {"at": 3}}
+    assert path.endswith("/a/mp_rank_00_model_states.pt")
+
+    assert (config.ADAM_OPTIMIZER, config.LAMB_OPTIMIZER) == ("adam", "lamb")
+    assert config.get_gradient_clipping(
+        {"gradient_clipping": 0.5}
+    ) == 0.5 and not config.get_gradient_clipping({})
+    assert issubclass(ZeRORuntimeException, Exception) and not isinstance(model, BF16_Optimizer)
+    with pytest.raises(NotImplementedError, match=r"made by deepspeed\.initialize"):
+        BF16_Optimizer(None)
+    print_dist("here", ranks=[0])
+    assert capsys.readouterr().out == "[Rank 0] here\n"
+
+
+def test_hostfiles_for_other_launchers(deepspeed: Any, tmp_path: Path) -> None:
+    from deepspeed.launcher.runner import EXPORT_ENVS, fetch_hostfile, parse_inclusion_exclusion
+
+    file = tmp_path / "hosts"
+    file.write_text("# two nodes\nworker-0 slots=4\nworker-1 slots=2\n")
+    pool = fetch_hostfile(str(file))
+    assert list(pool.items()) == [("worker-0", 4), ("worker-1", 2)] and "PYTHON" in EXPORT_ENVS
+    assert fetch_hostfile(str(tmp_path / "none")) is None
+    everything = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}
+    assert parse_inclusion_exclusion(pool, "", "") == everything
+    assert parse_inclusion_exclusion(pool, "worker-1@worker-0:1,3", "") == {
+        "worker-0": [1, 3],
+        "worker-1": [0, 1],
+    }
+    assert parse_inclusion_exclusion(pool, "", "worker-0") == {"worker-1": [0, 1]}
+    for inclusion, exclusion in (("worker-2", ""), ("worker-1:2", ""), ("worker-0", "worker-1")):
+        with pytest.raises(ValueError):
+            parse_inclusion_exclusion(pool, inclusion, exclusion)
+    for text in ("worker-0\n", "worker-0 slots=1\nworker-0 slots=1\n", "\n", "worker-0 slots=many\n"):
+        file.write_text(text)
+        with pytest.raises(ValueError):
+            fetch_hostfile(str(file))
+
+
+def _kinds(fp16: bool, stage: int) -> tuple[bool, bool, bool]:
+    deepspeed = _deepspeed()
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    config = {**GIVEN, "zero_optimization": {"stage": stage}, "fp16" if fp16 else "bf16": {"enabled": True}}
+    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config)
+    same = engine.data_parallel_group is torch.distributed.group.WORLD
+    return isinstance(optimizer, FP16_Optimizer), isinstance(optimizer, BF16_Optimizer), same
+
+
+@pytest.mark.parametrize(
+    ("fp16", "stage", "kinds"),
+    [
+        (True, 0, (True, False)),
+        (False, 1, (False, True)),
+        (True, 2, (False, False)),
+        (False, 3, (False, False)),
+    ],
+)
+def test_the_optimizer_is_of_the_class_for_its_precision(
+    fp16: bool, stage: int, kinds: tuple[bool, bool]
+) -> None:
+    assert run_workers(_kinds, 1, fp16, stage) == [(*kinds, True)]

@@ -21,6 +21,22 @@ from zlaunch.runtime.environment import read_environment
 from zlaunch.runtime.observe import trackers
 from zlaunch.runtime.restarts import read_restarts
 
+# -- names ------------------------------------------------------------------------------------------
+
+
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+MUON_OPTIMIZER = "muon"
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
+    """Return the norm to which a config, read as a dict, clips gradients; 0 means that it does not."""
+    return param_dict.get("gradient_clipping", 0.0)
+
+
 # -- pickled ----------------------------------------------------------------------------------------
 #
 # Small classes that DeepSpeed has under these names, also inside its checkpoint files.

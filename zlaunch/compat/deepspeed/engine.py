@@ -18,6 +18,7 @@ from zlaunch.compat.deepspeed.missing import FLOPS, NotInZlaunch
 from zlaunch.compat.deepspeed.moe import refuse_foreign_experts
 from zlaunch.compat.deepspeed.optimizers import ZeROOptimizer
 from zlaunch.compat.deepspeed.parallel import (
+    _get_data_parallel_group,
     _get_sequence_parallel_group,
     count_samples_once,
     take_over_sizes,
@@ -250,6 +251,11 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         return self.global_rank % self.mp_world_size
 
     get_tensor_parallel_rank = get_model_parallel_rank
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Return the group of the ranks that train on different samples."""
+        return _get_data_parallel_group()
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the group of the ranks that have parts of the same sequences; None where all have whole

@@ -421,6 +421,50 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
         self._engine.backward(loss, retain_graph=retain_graph)
 
 
+class ZeRORuntimeException(Exception):
+    """DeepSpeed's error for what ZeRO cannot do; ours have classes of their own."""
+
+
+class _Precision(type):
+    """Answers ``isinstance`` for the engine's optimizer, by the engine's precision and stage."""
+
+    dtype: torch.dtype
+    stages: tuple[int, ...]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if not isinstance(instance, ZeROOptimizer):
+            return False
+        engine = instance._engine
+        enabled = engine.fp16_enabled() if cls.dtype is torch.float16 else engine.bfloat16_enabled()
+        return bool(enabled) and engine.zero_optimization_stage() in cls.stages
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.__name__} is made by deepspeed.initialize: give it the model and config"
+        )
+
+
+class FP16_Optimizer(metaclass=_Precision):
+    """The optimizer of an engine with fp16 and no ZeRO."""
+
+    dtype = torch.float16
+    stages = (0,)
+
+
+class FP16_UnfusedOptimizer(metaclass=_Precision):
+    """DeepSpeed's other class for that: no optimizer here is one."""
+
+    dtype = torch.float16
+    stages = ()
+
+
+class BF16_Optimizer(metaclass=_Precision):
+    """The optimizer of an engine with bf16 and gradients that are not sharded."""
+
+    dtype = torch.bfloat16
+    stages = (0, 1)
+
+
 # -- builders ---------------------------------------------------------------------------------------
 #
 # ``deepspeed.ops.op_builder``: scripts ask these for a name and whether an operation is there.

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import psutil
@@ -67,6 +68,24 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
     if message not in _logged:
         _logged.add(message)
         log_dist(message, ranks, level)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on these ranks, as :func:`log_dist` logs, whatever the level."""
+    place = read_environment()
+    if place.world_size == 1 or place.rank in (ranks or ()) or -1 in (ranks or ()):
+        print(f"[Rank {place.rank}] {message}", flush=True)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """Return the attribute at a dotted name."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute at a dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(attrgetter(parent)(model) if parent else model, name, module)
 
 
 _logged: set[str] = set()

@@ -1,0 +1,3 @@
+"""The base class."""
+
+from zlaunch.compat.deepspeed.checkpoint_files import CheckpointCommitInfo, CheckpointEngine

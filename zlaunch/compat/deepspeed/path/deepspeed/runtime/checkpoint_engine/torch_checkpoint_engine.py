@@ -1,0 +1,3 @@
+"""By torch.save."""
+
+from zlaunch.compat.deepspeed.checkpoint_files import TorchCheckpointEngine

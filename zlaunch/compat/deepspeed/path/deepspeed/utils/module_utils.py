@@ -1,0 +1,3 @@
+"""Attributes by a dotted name."""
+
+from zlaunch.compat.deepspeed.tools import recursive_getattr, recursive_setattr
