@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -50,8 +51,9 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
 
 
 def check_arguments(**given: Any) -> None:
-    """Raise TypeError, naming the argument, for a value of a type that ``initialize`` cannot use. The config
-    is checked where it is read.
+    """Raise TypeError, naming the argument, for a value of a type that ``initialize`` cannot use, and
+    ValueError where a process group that the script was to make is missing. The config is checked where it
+    is read.
     """
     for name, value in given.items():
         expected, fits = _TABLE[name]
@@ -59,6 +61,16 @@ def check_arguments(**given: Any) -> None:
             _refuse_wrapper(value)
         if value is not None:
             _expect(name, value, expected, fits)
+    require_process_group(given["dist_init_required"], "initialize")
+
+
+def require_process_group(dist_init_required: bool | None, caller: str) -> None:
+    """Raise ValueError where False says that the script has set up torch.distributed, and it has not."""
+    if dist_init_required is False and not dist.is_initialized():
+        raise ValueError(
+            f"{caller}: dist_init_required=False, but torch.distributed is not initialized: call "
+            "init_distributed() before, or leave the argument out"
+        )
 
 
 def made_optimizer(value: Any) -> torch.optim.Optimizer:

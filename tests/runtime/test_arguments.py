@@ -136,6 +136,29 @@ def test_every_argument_of_the_wrong_type_is_refused_by_its_name() -> None:
             assert expected in text, (name, expected, text)
 
 
+def _set_up_by_the_script() -> list[str]:
+    install()
+    import deepspeed
+
+    calls: list[Any] = [zlaunch.initialize, deepspeed.initialize]
+    model = nn.Linear(2, 2)
+    said = [_said(call, model=model, dist_init_required=False) for call in calls]
+    try:
+        deepspeed.init_distributed(dist_init_required=False)
+    except ValueError as error:
+        said.append(str(error))
+    deepspeed.init_distributed(dist_init_required=True)
+    deepspeed.init_distributed(dist_init_required=False)
+    return said + [_said(call, model=model, dist_init_required=False) for call in calls]
+
+
+def test_a_script_that_sets_up_torch_distributed_itself() -> None:
+    """Lightning says so by dist_init_required=False; DeepSpeed and we raise where it has not."""
+    (said,) = run_workers(_set_up_by_the_script, 1)
+    refusal = "dist_init_required=False, but torch.distributed is not initialized"
+    assert [refusal in text for text in said[:3]] == [True] * 3 and said[3:] == ["", ""]
+
+
 def _accepted() -> list[str]:
     install()
     import deepspeed

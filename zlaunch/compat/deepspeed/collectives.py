@@ -26,6 +26,7 @@ from torch.distributed import (
 
 from zlaunch.compat.deepspeed.missing import missing_function
 from zlaunch.errors import ZlaunchError
+from zlaunch.runtime.arguments import require_process_group
 from zlaunch.runtime.comm.process_group import close_all
 from zlaunch.runtime.comm.process_group import init_distributed as _init
 from zlaunch.runtime.config.schema import OPERATIONS
@@ -189,8 +190,10 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Set up torch.distributed from the environment, that of MPI included, or from these arguments, once; a
-    lone process without an environment is a world of one.
+    lone process without an environment is a world of one. With ``dist_init_required=False``, raise ValueError
+    where that has not been done.
     """
+    require_process_group(dist_init_required, "init_distributed")
     if auto_mpi_discovery:
         discover(distributed_port)
     if not dist.is_initialized() and (init_method is not None or (rank >= 0 and world_size > 0)):
