@@ -413,7 +413,7 @@ def test_nothing_imports_torch() -> None:
 
 
 def test_importing_and_loading_parses_no_source() -> None:
-    """Descriptions of keys are read from the source, which took three quarters of each import's time."""
+    """Descriptions of keys are read from the source, which took more than half of each import's time."""
     code = (
         "import ast; parsed = []; ast.parse = lambda *args, **kwargs: parsed.append(args)\n"
         "import zlaunch.runtime.config as c; c.load({}); print(len(parsed))"
