@@ -24,7 +24,7 @@ def _fresh_settings() -> Iterator[None]:
 
 def test_offloaded_inputs_are_pinned_and_leave_the_gpu() -> None:
     """Gradients are the same over steps that lend the same buffers again, and less memory is in use."""
-    model, data = net(width=256, depth=8).cuda(), [batch.cuda() for batch in batches(4, 16, length=256)]
+    model, data = net(width=256, depth=8).cuda(), [batch.cuda() for batch in batches(4, 16, length=64)]
     zlaunch.checkpointing.checkpoint_blocks(model)
     gradients, in_use = [], []
     for in_cpu in (False, True):
@@ -36,7 +36,7 @@ def test_offloaded_inputs_are_pinned_and_leave_the_gpu() -> None:
             in_use.append(torch.cuda.memory_allocated() - before)
             loss.backward()
             gradients.append([grad_of(parameter).clone() for parameter in model.parameters()])
-    input_bytes = 4 * 16 * 256 * 256
+    input_bytes = 4 * 16 * 64 * 256
     assert in_use[-1] <= in_use[3] - 6 * input_bytes
     (one,) = offload._rooms.values()
     used = one.pool.statistics()

@@ -42,7 +42,7 @@ def test_16_bit_loss_falls(stage: int, section: str) -> None:
     zlaunch.init_distributed()
     settings: dict[str, Any] = {section: {"enabled": True}}
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 8, **settings))
-    data = batches(2, 8) * 20
+    data = batches(2, 8) * 8
     losses = []
     for batch in data:
         loss = loss_of(engine, batch.cuda())

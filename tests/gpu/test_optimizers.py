@@ -28,12 +28,16 @@ KINDS: dict[str, dict[str, Any]] = {
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
-def _losses(optimizer: dict[str, Any], stage: int, **more: Any) -> list[float]:
+STEPS = 12
+"""Four after the 8 in which the optimizers with signs exchange whole gradients."""
+
+
+def _losses(optimizer: dict[str, Any], stage: int, steps: int = STEPS, **more: Any) -> list[float]:
     zlaunch.init_distributed()
     settings = config(stage, 8, optimizer=optimizer, **{"bf16": {"enabled": True}, **more})
     engine, *_ = zlaunch.initialize(model=net(), config=settings)
     losses = []
-    for batch in batches(2, 8) * 10:
+    for batch in batches(2, 8) * (steps // 2):
         loss = loss_of(engine, batch.cuda())
         engine.backward(loss)
         engine.step()
@@ -46,12 +50,12 @@ def _losses(optimizer: dict[str, Any], stage: int, **more: Any) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_falls(kind: str, stage: int, zero: dict[str, Any]) -> None:
     losses = _losses({"type": kind, "params": KINDS[kind]}, stage, zero=zero)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_the_loss_falls_in_local_steps() -> None:
     params = {**KINDS["ZeroOneAdam"], "local_step_clipper": 4}
-    losses = _losses({"type": "ZeroOneAdam", "params": params}, 0)
+    losses = _losses({"type": "ZeroOneAdam", "params": params}, 0, steps=20)
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -81,4 +85,4 @@ def test_the_loss_falls_in_fewer_bits(state: str, masters: str, stage: int, zero
     section = {"type": "AdamW", "params": {"lr": 3e-3, "state_dtype": state}}
     precision = {"enabled": True, "master_weights": masters}
     losses = _losses(section, stage, zero=zero, bf16=precision)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
