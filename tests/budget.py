@@ -115,7 +115,7 @@ class Recorder:
         self.outside: dict[str, float] = {}
         self.too_much: list[str] = []
         self._before_tests = 0.0
-        # all CPU seconds when they were last asked for, those of this process alone, and the newest process
+        # as last measured: CPU seconds of all processes, CPU seconds of this one, and the newest process
         self._total = 0.0
         self._own = 0.0
         self._newest = b""

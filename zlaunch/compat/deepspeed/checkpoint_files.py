@@ -65,7 +65,9 @@ class CheckpointEngine(ABC):
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Writes with ``torch.save`` and reads with ``torch.load``, which runs code of files that are pickled."""
+    """Writes with ``torch.save``, always in its zip format, and reads with ``torch.load``, which runs code of
+    pickled files. ``config_params`` is not read: in DeepSpeed it chooses the older format.
+    """
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)

@@ -57,10 +57,8 @@ if not logger.handlers:
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on these ranks; -1 is all, None is none where there are several."""
-    place = read_environment()
-    rank = place.rank
-    if place.world_size == 1 or rank in (ranks or ()) or -1 in (ranks or ()):
-        logger.log(level, "[Rank %d] %s", rank, message)
+    if _is_named(ranks):
+        logger.log(level, "[Rank %d] %s", read_environment().rank, message)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -72,9 +70,15 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print on these ranks, as :func:`log_dist` logs, whatever the level."""
+    if _is_named(ranks):
+        print(f"[Rank {read_environment().rank}] {message}", flush=True)
+
+
+def _is_named(ranks: Sequence[int] | None) -> bool:
+    """Tell whether this rank is among them; a lone one always is."""
     place = read_environment()
-    if place.world_size == 1 or place.rank in (ranks or ()) or -1 in (ranks or ()):
-        print(f"[Rank {place.rank}] {message}", flush=True)
+    named = ranks or ()
+    return place.world_size == 1 or place.rank in named or -1 in named
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -84,8 +88,9 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Set the attribute at a dotted name."""
-    parent, _, name = module_name.rpartition(".")
-    setattr(attrgetter(parent)(model) if parent else model, name, module)
+    *parents, name = module_name.split(".")
+    parent = attrgetter(".".join(parents))(model) if parents else model
+    setattr(parent, name, module)
 
 
 _logged: set[str] = set()

@@ -1,4 +1,4 @@
-"""What accelerate and other launchers look up, and the command. The parser of hostfiles is ours."""
+"""Reads hostfiles and filters for other launchers, and runs the command."""
 
 from __future__ import annotations
 
