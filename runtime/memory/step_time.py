@@ -31,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ..errors import MemoryPlanError
 from ..offload.manager import Tier
-from .activations import fake_inputs, loss_of, on_fake_tensors, parse_shape
 from .choices import Choice, Machines
+from .fake_step import fake_inputs, loss_of, on_fake_tensors, parse_shape
 from .model import ModelSizes
 
 # -- simulate ---------------------------------------------------------------------------------------

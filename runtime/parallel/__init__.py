@@ -8,6 +8,6 @@ marks sharded parameters with a ``ShardSpec``. ``build`` calls it. ``memory.mode
 rank's part of a model for estimates.
 
 Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``tensor_axis``, ``forwards``
-and ``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline`` and ``schedule``. ``checks`` keeps
-what ranks of a group must have in common; ``uses`` follows their activations.
+and ``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline``, ``stages`` and ``schedule``.
+``checks`` keeps what ranks of a group must have in common; ``uses`` follows their activations.
 """

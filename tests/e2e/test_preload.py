@@ -50,6 +50,29 @@ def test_a_forked_worker_is_like_one_started_by_itself(tmp_path: Path, options: 
         assert len({f[numbers] for f in found}) == 2, numbers
 
 
+SAYS = """
+    import sys
+    already = [name for name in ("torch", "torch._dynamo", "zlaunch.runtime.api") if name in sys.modules]
+    print(*already)
+    {rest}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "modules"),
+    [
+        ("import torch", "torch"),
+        ("import torch\n    torch.optim.SGD([torch.zeros(1)], 0.1)", "torch torch._dynamo"),
+        ("import zlaunch", "torch zlaunch.runtime.api"),
+    ],
+    ids=["no optimizer", "an optimizer", "the runtime"],
+)
+def test_workers_have_what_their_script_will_import(tmp_path: Path, rest: str, modules: str) -> None:
+    launch = run(tmp_path, "--num_gpus=2", script=SAYS.format(rest=rest))
+    assert launch.process.returncode == 0, launch.err
+    assert launch.log(0) == launch.log(1) == f"{modules}\n"
+
+
 def test_a_script_without_torch_does_not_wait_for_it(tmp_path: Path) -> None:
     launch = run(tmp_path, "--num_gpus=2", script="import sys\nprint('torch' in sys.modules)")
     assert launch.log(0) == launch.log(1) == "False\n"

@@ -124,7 +124,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/unit/supervisor/test_run_folder.py",),
     ),
     Mutation(
-        "runtime/memory/activations.py",
+        "runtime/memory/fake_step.py",
         "            if not parameter.requires_grad:\n",
         "            if False:\n",
         "the activations of a model with frozen layers cannot be estimated",

@@ -331,14 +331,9 @@ def estimate(
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
-    from zlaunch.runtime.memory.activations import (
-        AUTOCAST,
-        computing_in,
-        of_module,
-        of_numbers,
-        parse_shape,
-    )
+    from zlaunch.runtime.memory.activations import AUTOCAST, of_numbers
     from zlaunch.runtime.memory.estimate import GIB
+    from zlaunch.runtime.memory.fake_step import computing_in, of_module, parse_shape
     from zlaunch.runtime.memory.model import from_function, from_hugging_face, from_numbers, of_one_rank
     from zlaunch.runtime.memory.step_time import step_time, work_of_module, work_of_numbers
     from zlaunch.runtime.memory.trainer_config import as_command_line, trainer_config

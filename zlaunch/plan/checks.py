@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
+_TRAINS = re.compile(r"\boptim\b|\binitialize\b|\bprepare\b|\bcompile\b|Trainer\b")
+"""Finds signs of an optimizer: torch imports its compiler for the first one, which takes a second."""
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
 LAUNCHER_OPTIONS = {"num_gpus", "num_nodes", "nproc_per_node", "nnodes", "hostfile", "include", "exclude"}
 LAUNCHER_OPTIONS |= {"num_accelerators", "max_restarts", "dry_run", "detach", "log_ranks", "hang_timeout"}
@@ -118,17 +120,28 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
     """
     if module and name.startswith("zlaunch.node."):
         return ()  # ours, which imports zlaunch without torch
-    named = _imported(name, module=module)
-    found = ("torch",) if named & _TORCH_USERS else ()
-    return (*found, "zlaunch.runtime.api") if named & {"zlaunch", "deepspeed"} else found
+    text = _text_of(name, module=module)
+    named = _imported(text)
+    found = []
+    if named & _TORCH_USERS:
+        found.append("torch")
+        if _TRAINS.search(text):
+            found.append("torch._dynamo")
+    if named & {"zlaunch", "deepspeed"}:
+        found.append("zlaunch.runtime.api")
+    return tuple(found)
 
 
-def _imported(name: str, *, module: bool) -> set[str]:
-    """Return the top-level packages that the source of a Python target names in its imports."""
+def _text_of(name: str, *, module: bool) -> str:
+    """Return the source of a Python target; "" where it cannot be read."""
     try:
-        text = source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
+        return source_of(name, module=module).read_text(encoding="utf-8", errors="replace")
     except (OSError, ImportError, ValueError):
-        return set()
+        return ""
+
+
+def _imported(text: str) -> set[str]:
+    """Return the top-level packages that a Python source names in its imports."""
     lines = re.findall(r"^[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))", text, re.MULTILINE)
     named = {word.strip().partition(".")[0] for one, many in lines for word in (one, *many.split(","))}
     return {word.partition(" ")[0] for word in named}
@@ -275,7 +288,7 @@ def check_configs(
     found: list[str] = []
     for option, name, surely_ours in config_arguments(command[1:]):
         script = command[0] if module else os.path.join(folder or "", command[0])
-        is_used = surely_ours or bool(_imported(script, module=module) & _CONFIG_USERS)
+        is_used = surely_ours or bool(_imported(_text_of(script, module=module)) & _CONFIG_USERS)
         path = os.path.join(folder or "", name)
         if not is_used and not os.path.exists(path):
             found.append(f"{option} {name}: no such file{_config_near(path)}")
@@ -301,7 +314,7 @@ def names_no_config(command: Sequence[str], *, module: bool, folder: str | None)
     script = command[0] if module else os.path.join(folder or "", command[0])
     if any(config_arguments(command[1:])) or not os.path.exists(script):
         return False
-    return bool(_imported(script, module=module) & _CONFIG_USERS)
+    return bool(_imported(_text_of(script, module=module)) & _CONFIG_USERS)
 
 
 def _check_config(
@@ -336,7 +349,7 @@ def find_mesh(
         path = os.path.join(folder or "", name)
         if not os.path.isfile(path):
             continue
-        if surely_ours or _imported(script, module=module) & _CONFIG_USERS:
+        if surely_ours or _imported(_text_of(script, module=module)) & _CONFIG_USERS:
             with suppress(ConfigError, ValueError):
                 mesh = mesh_shape(load(path).config, world_size)
                 return mesh if len(mesh.axes) > 1 else None

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zlaunch
 from tests.runtime.memory.models import KINDS, TOKENS, VOCAB, Kind, builder
-from zlaunch.runtime.memory.activations import parse_shape
+from zlaunch.runtime.memory.fake_step import parse_shape
 
 WORLD = 2
 ENV = {"ZLAUNCH_SHARED_MEMORY": "0"}

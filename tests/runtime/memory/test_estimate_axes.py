@@ -11,7 +11,8 @@ import torch
 import zlaunch
 from tests.runtime.model_parallel import FAMILIES, SIZES, make, settings
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.memory.activations import of_module, of_numbers
+from zlaunch.runtime.memory.activations import of_numbers
+from zlaunch.runtime.memory.fake_step import of_module
 from zlaunch.runtime.memory.model import ModelSizes, from_hugging_face, from_numbers, of_one_rank
 from zlaunch.runtime.mesh import MeshShape
 

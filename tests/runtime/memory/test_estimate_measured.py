@@ -15,8 +15,8 @@ from tests.runtime.memory.measured import ENV, HALF, SETTINGS, WORLD, Setting, p
 from tests.runtime.memory.models import HERE, KINDS, TOKENS, builder
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory.activations import computing_in, of_module
 from zlaunch.runtime.memory.choices import Estimated, Machines, compare, fastest_that_fits
+from zlaunch.runtime.memory.fake_step import computing_in, of_module
 from zlaunch.runtime.memory.model import ModelSizes, from_function, from_hugging_face
 from zlaunch.runtime.offload.manager import Tier
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zlaunch.runtime.config import load, resolve
 from zlaunch.runtime.errors import MemoryPlanError
-from zlaunch.runtime.memory.activations import Activations, of_numbers, parse_shape
+from zlaunch.runtime.memory.activations import Activations, of_numbers
 from zlaunch.runtime.memory.choices import (
     Estimated,
     Machines,
@@ -19,6 +19,7 @@ from zlaunch.runtime.memory.choices import (
     fastest_that_fits,
 )
 from zlaunch.runtime.memory.estimate import GIB
+from zlaunch.runtime.memory.fake_step import parse_shape
 from zlaunch.runtime.memory.model import from_function, from_numbers
 from zlaunch.runtime.mesh import MeshShape
 
