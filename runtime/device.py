@@ -1,4 +1,6 @@
-"""Names the parts of a step for torch's profiler, and copies numbers from the device without a wait."""
+"""Names the parts of a step for torch's profiler, marks its streams, and copies numbers from the device
+without a wait.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,14 @@ def named(name: str) -> AbstractContextManager[Any]:
 def is_profiled() -> bool:
     """Tell whether torch's profiler is on."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]  # it is there, not exported
+
+
+# -- order of streams -------------------------------------------------------------------------------
+
+
+def stream_mark(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event behind everything that the current stream has queued; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 # -- small copies -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_ops.narrow_state import is_narrow, is_scale, keep_or_make, kind_of, put
+from ..device import stream_mark
 from ..optim.slices import ShardSlice
 from ..optim.update_rule import State, is_elementwise
 from ..zero.hooks import ShardedModel
@@ -223,11 +224,13 @@ def take_values(unit: Unit, fill: Fill) -> None:
             _fill_on(changed, unit.start, VALUE, fill)
         unit.values.write(0, changed)
     else:
+        # A pass that is still computed on the device, or a gather, may read what uploads overwrite.
+        after = stream_mark(unit.comm.device)
         with open_all(unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 _fill_on(view.master, unit.start + view.start, VALUE, fill)
                 # See Note [New values] in zero/store.py. The host waits: the tile's memory is used again.
-                tile.publish().synchronize()
+                tile.publish(after).synchronize()
     unit.values.flush()
     # The link may keep a copy of the old values for repeated gathers.
     unit.link.changed(unit.tag)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...cuda_ops.step import SliceUpdate
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
-from ..device import named
+from ..device import named, stream_mark
 from ..optim.slices import ShardSlice
 from ..optim.step import StepMethod
 from ..optim.update_rule import State, UpdateRule, is_elementwise
@@ -173,10 +173,8 @@ class BackgroundStep(StepMethod):
 
     def start(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
         """Do the step, or begin it. Raises DiskError if it was done at once."""
-        after: torch.cuda.Event | None = None
-        if self._comm.device.type == "cuda":
-            # The device may still run passes that read the old values: no upload starts before their end.
-            after = torch.cuda.current_stream(self._comm.device).record_event()
+        # The device may still run passes that read the old values: no upload starts before their end.
+        after = stream_mark(self._comm.device)
         stepped = step_tiles(rule, slices, rule.optimizer.state, after)
         # For all units, before anything is stepped: the script may touch a parameter as soon as this returns.
         self._arrivals = {id(unit): _Arrival() for unit in self._units}

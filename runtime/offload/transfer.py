@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...cuda_ops.pinned import PinnedPool
 from ..comm.pending import DONE, Pending
-from ..device import named
+from ..device import named, stream_mark
 
 
 class HostLink:
@@ -126,7 +126,7 @@ class HostLink:
 
     def mark(self) -> torch.cuda.Event | None:
         """Record an event behind everything that the current stream has queued; None on a CPU."""
-        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return stream_mark(self.device)
 
 
 class HostEvent(Pending):

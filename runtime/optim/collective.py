@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..comm.pending import Pending, Work, waits
+from ..device import stream_mark
 from ..zero.layout import Range
 from ..zero.store import Access, OpenTile, ShardStore, TileView, open_tiles
 from ..zero.unit import Unit
@@ -225,9 +226,8 @@ class CollectiveStep(StepMethod, ABC):
         """Do the step. Raises DiskError. Collective."""
         # Outside of the try: what it raises has changed nothing, and another step may follow.
         self.prepare(rule, slices, used)
-        if self.comm.device.type == "cuda":
-            # The device may still run passes that read the old values: no upload starts before their end.
-            self._after = torch.cuda.current_stream(self.comm.device).record_event()
+        # The device may still run passes that read the old values: no upload starts before their end.
+        self._after = stream_mark(self.comm.device)
         try:
             with torch.no_grad():
                 self.run(rule, parts_of(slices), rule.optimizer.state)

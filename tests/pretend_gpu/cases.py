@@ -101,6 +101,8 @@ class Case:
     """Trains a mixture of experts."""
     attends: bool = False
     """Trains a layer of attention."""
+    loads: bool = False
+    """Loads a checkpoint after a step."""
     looks: bool = False
     """Looks at events as it goes: the host may know already what it would wait for."""
 
@@ -178,6 +180,19 @@ CASES = {
             options={**BF16, **SAVES},
             world=2,
             more_waits=(f"save: {BEFORE}",),
+        ),
+        *(
+            Case(
+                f"stage {stage} host loads on two",
+                stage,
+                HOST,
+                {**BF16, **SAVES_AT_ONCE},
+                world=2,
+                more_waits=(ARRIVAL, UPLOAD, WRITTEN),
+                loads=True,
+                looks=True,
+            )
+            for stage in (2, 3)
         ),
         Case("stage 3 in memory on two", 3, options={**BF16, **IN_MEMORY}, world=2),
         *(
@@ -355,6 +370,8 @@ def train(case: Case) -> dict[str, Any]:
                 engine.save_checkpoint(folder)  # written while the next steps are made
                 waits |= {} if index < _WARM else {f"save: {how}": n for how, n in findings.waits.items()}
                 findings.waits.clear()
+            if case.loads and index == _WARM - 1:
+                engine.load_checkpoint(folder)  # while the device may still compute the step
         waits |= findings.waits
         values = [float(loss) for loss in losses]
         torch.cuda.synchronize()

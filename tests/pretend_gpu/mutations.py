@@ -72,6 +72,12 @@ def _a_source_is_dropped_while_it_is_copied() -> list[Change]:
     return [(torch.Tensor, "record_stream", _nothing), (HostStore, "add_grad", no_source)]
 
 
+def _a_checkpoint_is_loaded_into_memory_that_is_in_use() -> list[Change]:
+    from zlaunch.runtime.checkpoint import shard_io
+
+    return [(shard_io, "stream_mark", _nothing)]
+
+
 def _the_step_reads_gradients_before_they_arrive() -> list[Change]:
     from zlaunch.runtime.offload.transfer import HostEvent
 
@@ -256,6 +262,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 disk both", _parameters_are_read_from_disk_into_memory_that_is_in_use),
         ("stage 3 host both", _what_is_uploaded_is_used_at_once),
         ("stage 2 host", _a_source_is_dropped_while_it_is_copied),
+        ("stage 2 host loads on two", _a_checkpoint_is_loaded_into_memory_that_is_in_use),
         ("stage 2 host", _the_step_reads_gradients_before_they_arrive),
         ("stage 2 host", _new_values_overwrite_what_is_being_uploaded),
         ("stage 3 host parameters", _a_gather_does_not_wait_for_the_values_home),
