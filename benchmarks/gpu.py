@@ -69,6 +69,12 @@ FIRST = (
     Part("collectives", ("benchmarks.host_waits", "--collectives"), 60, ()),
 )
 SECOND = (
+    Part(
+        "ranks",
+        ("pytest", "-n", "2", "--devices", "cuda", "-m", "multi_gpu and not exhaustive", "tests/runtime"),
+        240,
+        ("-p", "tests.pretend_gpu.plugin", "-k", "test_fp32_is_as_exact_as_ddp"),
+    ),
     _large("stage 2", "--autocast"),
     _large("stage 3", "--checkpoint", "--autocast"),
     # beside stages 2 and 3 of the first part

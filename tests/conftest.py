@@ -87,8 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(budget.Recorder(config), "cpu-recorder")
     config.pluginmanager.register(selection.Selection(), "selection")
     config.pluginmanager.register(Needs(), "needs")
-    if config.getoption("--devices") == "cpu":
-        config.pluginmanager.register(devices.HiddenGpus(config), "hidden-gpus")
+    config.pluginmanager.register(devices.HiddenGpus(config), "hidden-gpus")
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(Exclusive(config), "exclusive")
     else:

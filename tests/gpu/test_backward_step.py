@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +28,7 @@ def test_it_equals_plain_torch(stage: int) -> None:
         torch.nn.utils.clip_grad_value_(plain.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
+    train_engine(engine, batches(10, 4))
     state, wanted = engine.module.state_dict(), plain.state_dict()
     assert max(relative_error(state[name], wanted[name]) for name in wanted) <= 1e-4
     engine.destroy()
@@ -42,12 +41,9 @@ def _peak_bytes(stage: int, stepping: bool) -> tuple[int, int]:
     )
     numel = sum(unit.numel for unit in engine.units)
     data = batches(4, 1)
-    for batch in data[:3]:
-        engine.backward(loss_of(engine, batch.cuda()))
-        engine.step()
+    train_engine(engine, data[:3])
     torch.cuda.reset_peak_memory_stats()
-    engine.backward(loss_of(engine, data[3].cuda()))
-    engine.step()
+    train_engine(engine, data[3:])
     peak = torch.cuda.max_memory_allocated()
     engine.destroy()
     return peak, numel

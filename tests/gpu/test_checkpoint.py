@@ -10,19 +10,13 @@ import torch
 
 import zlaunch
 from tests.runtime.checkpoint.test_save_load import content, differences
-from tests.runtime.models import batches, config, loss_of, net
+from tests.runtime.models import batches, config, net, train_engine
 
 pytestmark = pytest.mark.gpu
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for batch in batches(last, 4)[first:last]:
-        loss = loss_of(engine, batch.cuda())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_engine(engine, batches(last, 4)[first:last])
 
 
 def engine_of(stage: int, **options: Any) -> Any:

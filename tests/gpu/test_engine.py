@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine, train_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -21,16 +21,9 @@ pytestmark = pytest.mark.gpu
 def test_fp32_equals_plain_torch(stage: int) -> None:
     zlaunch.init_distributed()
     plain = net().cuda()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.1)
+    train_plain(plain, [batch.cuda() for batch in batches(10, 4)], clip=0.5)
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, clip=0.5))
-    for batch in batches(10, 4):
-        tokens = batch.cuda()
-        loss_of(plain, tokens).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
+    train_engine(engine, batches(10, 4))
     state, wanted = engine.module.state_dict(), plain.state_dict()
     assert max(relative_error(state[name], wanted[name]) for name in wanted) <= 1e-4
     engine.destroy()
@@ -42,13 +35,7 @@ def test_16_bit_loss_falls(stage: int, section: str) -> None:
     zlaunch.init_distributed()
     settings: dict[str, Any] = {section: {"enabled": True}}
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 8, **settings))
-    data = batches(2, 8) * 8
-    losses = []
-    for batch in data:
-        loss = loss_of(engine, batch.cuda())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_engine(engine, batches(2, 8) * 8)
     assert losses[-1] < 0.9 * losses[0]
     engine.destroy()
 
@@ -96,9 +83,7 @@ def test_tf32_rounds_products_or_not(enabled: bool) -> None:
 def test_sharded_parameters_give_their_memory_back() -> None:
     zlaunch.init_distributed()
     engine, *_ = zlaunch.initialize(model=net(width=256, depth=8), config=config(3, 4))
-    for batch in batches(3, 4):
-        engine.backward(loss_of(engine, batch.cuda()))
-        engine.step()
+    train_engine(engine, batches(3, 4))
     assert sum(unit.full.untyped_storage().nbytes() for unit in engine.units) == 0
     engine.destroy()
 

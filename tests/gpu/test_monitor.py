@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net
+from tests.runtime.models import batches, config, net, train_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -23,12 +23,7 @@ def test_every_step_is_written_once(section: str, tmp_path: Path) -> None:
         "wall_clock_breakdown": True,
     }
     engine, *_ = zlaunch.initialize(model=net(), config=config(2, 4, **settings))
-    losses = []
-    for batch in batches(5, 4):
-        loss = loss_of(engine, batch.cuda())
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+    losses = train_engine(engine, batches(5, 4))
     engine.destroy()
     names = ["lr", "grad_norm", "train_loss", *(f"elapsed_time_ms_{part}" for part in ("forward", "step"))]
     for name in names + ["loss_scale"] * (section == "fp16"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -20,13 +20,7 @@ def train(stage: int, zero: dict[str, Any], **options: Any) -> tuple[list[float]
     engine, *_ = zlaunch.initialize(
         model=net(width=48), config=config(stage, 6, 2, 0.05, zero=small, **options)
     )
-    losses = []
-    for batch in batches(8, 12):
-        for micro in batch.chunk(2):
-            loss = loss_of(engine, micro.cuda())
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+    losses = train_engine(engine, batches(8, 12))
     state = {name: value.clone() for name, value in engine.module.state_dict().items()}
     statistics = engine._offload.link.pool.statistics() if engine._offload is not None else None
     engine.destroy()

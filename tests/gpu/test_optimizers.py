@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import zlaunch
-from tests.runtime.models import batches, config, loss_of, net, relative_error
+from tests.runtime.models import batches, config, net, relative_error, train_engine, train_plain
 from zlaunch.optim import Lamb
 
 pytestmark = pytest.mark.gpu
@@ -36,12 +36,7 @@ def _losses(optimizer: dict[str, Any], stage: int, steps: int = STEPS, **more: A
     zlaunch.init_distributed()
     settings = config(stage, 8, optimizer=optimizer, **{"bf16": {"enabled": True}, **more})
     engine, *_ = zlaunch.initialize(model=net(), config=settings)
-    losses = []
-    for batch in batches(2, 8) * (steps // 2):
-        loss = loss_of(engine, batch.cuda())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_engine(engine, batches(2, 8) * (steps // 2))
     engine.destroy()
     return losses
 
@@ -63,16 +58,11 @@ def test_the_loss_falls_in_local_steps() -> None:
 def test_fp32_lamb_equals_itself_outside_of_an_engine(stage: int) -> None:
     zlaunch.init_distributed()
     plain = net().cuda()
-    optimizer = Lamb(plain.parameters(), lr=3e-3)
+    data = [batch.cuda() for batch in batches(10, 4)]
+    train_plain(plain, data, optimizer=Lamb(plain.parameters(), lr=3e-3))
     section = {"type": "Lamb", "params": {"lr": 3e-3}}
     engine, *_ = zlaunch.initialize(model=net(), config=config(stage, 4, optimizer=section))
-    for batch in batches(10, 4):
-        tokens = batch.cuda()
-        loss_of(plain, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.backward(loss_of(engine, tokens))
-        engine.step()
+    train_engine(engine, data)
     state, wanted = engine.module.state_dict(), plain.state_dict()
     assert max(relative_error(state[name], wanted[name]) for name in wanted) <= 1e-4
     engine.destroy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,6 +152,7 @@ def _install_autograd() -> None:
     init = hooks.__init__
 
     def inside(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(function)  # the runtime looks whose hooks are active
         def call(value: Any) -> Any:
             with pretending():
                 return function(value)

@@ -262,7 +262,14 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _one_hot(func: Any, args: Any, kwargs: Any) -> Tensor:
+    with placed(is_on_device(args[0])):  # C++ makes the zeros, and asks the indices for their real device
+        made: Tensor = func(*args, **kwargs)
+    return made
+
+
 _ANSWERS: dict[Any, Any] = {
+    torch.nn.functional.one_hot: _one_hot,
     Tensor.device.__get__: _say_device,
     Tensor.is_cuda.__get__: lambda func, args, kwargs: is_on_device(args[0]),  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda func, args, kwargs: not is_on_device(args[0]),  # type: ignore[attr-defined]

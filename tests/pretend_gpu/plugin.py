@@ -1,11 +1,13 @@
-"""Run tests/gpu on the pretended GPU.
+"""Run tests/gpu, and the tests marked ``multi_gpu``, on pretended GPUs: each rank has one.
 
-python -m pytest -p tests.pretend_gpu.plugin tests/gpu
+python -m pytest -p tests.pretend_gpu.plugin -m "gpu or multi_gpu" tests/gpu tests/runtime/test_equivalence.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ device.install()
 
 from tests.pretend_gpu.clocks import findings  # noqa: E402  # torch.cuda has to be replaced before
 from tests.pretend_gpu.modes import running  # noqa: E402
+from tests.runtime import workers  # noqa: E402
 
 NEEDS_A_DEVICE = {
     "tests/gpu/test_kernels.py": "CuPy compiles and launches",
@@ -23,6 +26,17 @@ NEEDS_A_DEVICE = {
     "tests/gpu/test_engine.py::test_nccl_is_aborted_after_an_error": "a process of its own",
 }
 """File or test -> what of a GPU it needs that is not pretended."""
+_GPUS = ("0",) * 8
+"""Of the machine: every rank sees its own as the first."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the machine pretended GPUs."""
+    config.option.devices = "cuda"
+    hidden: Any = config.pluginmanager.get_plugin("hidden-gpus")
+    hidden.gpus = _GPUS
+    workers.use_machine(__name__, pretended)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,12 +46,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left]
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Run a test on it; what it finds fails the test."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+    """Run a test of tests/gpu on it; what it finds fails the test."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with pretended():
+        return (yield)
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Let this process see a GPU, and fail if the order of accesses is not right."""
     findings.clear()
     with running():
-        outcome = yield
-    outcome.get_result()  # type: ignore[attr-defined]
+        yield
     if findings.races or findings.mixes:
         pytest.fail(f"{dict(findings.races)} {dict(findings.mixes)}")

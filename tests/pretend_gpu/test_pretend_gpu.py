@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,13 +168,3 @@ def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
 @pytest.mark.exhaustive
 def test_what_was_missed_is_not_found_where_nothing_is_left_out() -> None:
     assert not [found for found in without_waits()[""] if found.get("error") or found["races"]]
-
-
-@pytest.mark.exhaustive
-def test_the_tests_for_a_gpu_pass_on_it() -> None:
-    # what rests in fp32 takes the ways of what rests in bf16
-    chosen = ("-p", "tests.pretend_gpu.plugin", "-k", "not fp32", "tests/gpu")
-    command = [sys.executable, "-m", "pytest", *chosen]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * LIMIT_S)
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert int(done.stdout.rpartition(" passed")[0].split()[-1]) > 60

@@ -141,7 +141,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     """Return the largest error, relative to each tensor's largest element; NaN where one is NaN."""
     assert found.keys() == wanted.keys()
     errors = [
-        ((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
+        ((found[name].cpu() - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
         for name, value in wanted.items()
     ]
     return _largest(errors)
@@ -165,7 +165,8 @@ def train(engine: Any, first: int = 0, last: int = STEPS, **inputs: torch.Tensor
     """
     losses = []
     for step, batch in list(enumerate(data()))[first:last]:
-        whole = {"input_ids": batch, "labels": batch, **inputs}
+        given = {"input_ids": batch, "labels": batch, **inputs}
+        whole = {name: value.to(engine.device) for name, value in given.items()}
         own = _chunks(whole, engine.data_parallel_size)[engine.data_parallel_rank]
         if engine.comm.mesh.pipeline > 1 or step == STEPS - 1:
             micro_batches = _chunks(own, engine.gradient_accumulation_steps())

@@ -91,14 +91,16 @@ def train_plain(
 
 
 def train_engine(engine: Any, data: list[Tensor], loss_function: Any = loss_of) -> list[float]:
-    """The same under an engine: each rank takes its share of every global batch, in micro-batches."""
+    """The same under an engine, on its device: each rank takes its share of every global batch, in
+    micro-batches.
+    """
     rank, world = engine.global_rank, engine.world_size
     accumulation = engine.gradient_accumulation_steps()
     losses = []
     for batch in data:
         total = 0.0
         for micro in batch.chunk(world * accumulation)[rank * accumulation : (rank + 1) * accumulation]:
-            loss = loss_function(engine, micro)
+            loss = loss_function(engine, micro.to(engine.device))
             engine.backward(loss)
             engine.step()
             total += loss.item() / accumulation
@@ -120,4 +122,6 @@ def with_forward(model: Any, forward: Callable[[Tensor], Tensor]) -> Any:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-12)).item()
+    """Return the largest error, relative to the largest element; the tensors may be on different devices."""
+    exact = want.double().cpu()
+    return ((got.double().cpu() - exact).abs().max() / exact.abs().max().clamp_min(1e-12)).item()

@@ -13,6 +13,7 @@ import zlaunch
 from tests.runtime.models import batches, config, loss_of, net, relative_error, train_engine, train_plain
 from tests.runtime.workers import run_workers
 
+pytestmark = pytest.mark.multi_gpu
 STEPS = 5
 TOLERANCE = 1e-9
 CLIP = 0.05

@@ -1,4 +1,4 @@
-"""Run a function in several real gloo processes and give back what each returned."""
+"""Run a function in several real processes, joined by gloo or NCCL, and give back what each returned."""
 
 from __future__ import annotations
 
@@ -13,34 +13,53 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.devices import VISIBLE, shown_gpus
 from tests.limits import RANKS_LIMIT_S
 from tests.ports import reserved_port
 
 # One process imports what tests use, and every rank is a fork of it: to import transformers or numba takes a
 # rank ten times as long as most tests. What is not installed is left out.
+_IMPORTED = [
+    "torch",
+    "torch._dynamo",
+    "pytest",
+    "zlaunch.runtime.api",
+    "zlaunch.optim",
+    "tests.runtime.models",
+    "zlaunch.cuda_ops.host_kernels",
+    "zlaunch.cuda_ops.narrow_host_kernels",
+    "zlaunch.cuda_ops.quantize_host_kernels",
+    "zlaunch.cuda_ops.signs_host_kernels",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "tests.runtime.frozen",  # last: freezes everything imported above
+]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "pytest",
-        "zlaunch.runtime.api",
-        "zlaunch.optim",
-        "tests.runtime.models",
-        "zlaunch.cuda_ops.host_kernels",
-        "zlaunch.cuda_ops.narrow_host_kernels",
-        "zlaunch.cuda_ops.quantize_host_kernels",
-        "zlaunch.cuda_ops.signs_host_kernels",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.models.llama.modeling_llama",
-        "transformers.models.mixtral.modeling_mixtral",
-        "tests.runtime.frozen",  # last: freezes everything imported above
-    ]
-)
+_context.set_forkserver_preload(_IMPORTED)
+# An import that asks whether there is a GPU would initialize CUDA, which the forks could not use then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+_around: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Surrounds what each rank runs."""
+
+
+def use_machine(module: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Run ranks on a machine that a module pretends.
+
+    Args:
+        module: Is imported before anything else in the process from which ranks are forked.
+        around: Makes what surrounds each rank's function: it may fail the rank at the end.
+    """
+    global _around
+    _context.set_forkserver_preload([module, *_IMPORTED])
+    _around = around
 
 
 def start_fork_server() -> None:
@@ -64,7 +83,14 @@ class WorkerError(AssertionError):
     """A worker raised; the text is its traceback."""
 
 
-def _work(result: Path, env: dict[str, str], module: str, name: str, args: tuple[Any, ...]) -> None:
+def _work(
+    result: Path,
+    env: dict[str, str],
+    around: Callable[[], AbstractContextManager[None]],
+    module: str,
+    name: str,
+    args: tuple[Any, ...],
+) -> None:
     # The fork server has the environment of the test that started it; a rank gets that of its own test.
     os.environ.clear()
     os.environ.update(env)
@@ -79,7 +105,8 @@ def _work(result: Path, env: dict[str, str], module: str, name: str, args: tuple
     torch.set_num_threads(1)
     poison()
     try:
-        outcome = ("ok", getattr(importlib.import_module(module), name)(*args))
+        with around():
+            outcome = ("ok", getattr(importlib.import_module(module), name)(*args))
     except BaseException:
         outcome = ("error", traceback.format_exc())
     result.write_bytes(pickle.dumps(outcome))
@@ -95,7 +122,10 @@ def run_workers(
     env: Mapping[str, str] | None = None,
     limit_s: float = RANKS_LIMIT_S,
 ) -> list[Any]:
-    """Run ``function(*args)`` in ``world_size`` processes joined by gloo; return the results in rank order.
+    """Run ``function(*args)`` in ``world_size`` processes; return the results in rank order.
+
+    Ranks of a test that uses GPUs see one GPU each (``tests/devices.py``), others none. Where there are too
+    few GPUs, the test is skipped.
 
     Args:
         function: A module-level function of an importable test module.
@@ -106,6 +136,9 @@ def run_workers(
         WorkerError: with the first failing rank's traceback, or with the stacks of the ranks that hang.
     """
     common = {**os.environ, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **(env or {})}
+    gpus = shown_gpus()
+    if gpus and len(gpus) < world_size:
+        pytest.skip(f"{world_size} ranks need as many GPUs; this machine has {len(gpus)}")
     deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
@@ -115,8 +148,11 @@ def run_workers(
         try:
             for rank in range(world_size):
                 result = Path(folder) / f"{rank}.pkl"
-                own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-                job = (result, own, function.__module__, function.__qualname__, args)
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if gpus:
+                    place[VISIBLE] = gpus[rank]
+                own = {**common, **place, **(env or {})}
+                job = (result, own, _around, function.__module__, function.__qualname__, args)
                 process = _context.Process(target=_work, args=job)
                 process.start()
                 workers.append((process, result))

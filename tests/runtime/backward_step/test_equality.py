@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_stage_optimizer_and_clipping_equals_plain_torch(world: int) -> None:

@@ -134,7 +134,7 @@ def _save(names: list[str], folder: str, scratch: str) -> list[str]:
         engine = engine_of(name, scratch)
         train_engine(engine, batches(3, 12))
         engine.save_checkpoint(folder, tag=f"{name} of {world}")
-        values = {key: value.clone() for key, value in engine.module.state_dict().items()}
+        values = {key: value.cpu().clone() for key, value in engine.module.state_dict().items()}
         saved = content(Path(folder, f"{name} of {world}"))
         for key, value in values.items():
             if key == "net.head.weight":  # tied
@@ -173,7 +173,7 @@ def _reshard(names: list[str], folder: str, scratch: str) -> list[str]:
             saved = content(again / "x")
             for key, value in values.items():
                 own = saved.get(f"{key}/{VALUE}")
-                if own is not None and not torch.equal(own.to(value.dtype).view(value.shape), value):
+                if own is not None and not torch.equal(own.to(value.dtype).view(value.shape), value.cpu()):
                     problems.append(f"{source} -> {name} of {world}: values of {key}")
         losses = train_engine(engine, batches(1, 12))
         assert all(loss == loss for loss in losses)
@@ -181,6 +181,7 @@ def _reshard(names: list[str], folder: str, scratch: str) -> list[str]:
     return problems
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "grid",
     [
@@ -292,6 +293,7 @@ def _losses(name: str, folder: str, scratch: str, first: int, last: int) -> list
     return (losses / world).tolist()
 
 
+@pytest.mark.multi_gpu
 def test_going_on_with_another_world_size(tmp_path: Path) -> None:
     (straight,) = run_workers(_losses, 1, "stage0", "", "", 0, 20)
     for index, (world, name, other, then) in enumerate(

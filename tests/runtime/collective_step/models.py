@@ -103,7 +103,7 @@ def train(engine: Any, steps: Iterable[Tensor]) -> None:
     for tokens in steps:
         mine = tokens.chunk(world)[rank]
         for micro in mine.chunk(engine.gradient_accumulation_steps()):
-            engine.backward(loss_of(engine, micro))
+            engine.backward(loss_of(engine, micro.to(engine.device)))
             engine.step()
 
 

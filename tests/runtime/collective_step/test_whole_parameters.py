@@ -46,6 +46,7 @@ def _train(folder: str, kind: str, clip: float) -> dict[str, float]:
     return found
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)

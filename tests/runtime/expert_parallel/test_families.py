@@ -24,6 +24,7 @@ from tests.runtime.workers import join, run_workers
 pytestmark = needs_package("transformers")
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "parallel", "stages", "changes"),
@@ -54,6 +55,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -65,11 +67,13 @@ def test_a_checkpoint_resumes_under_any_layout(saved: Layout, others: list[Layou
     assert_resumes_under(tmp_path, saved, others, "qwen3_moe", attention="eager")
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 def test_an_export_is_whole(tmp_path: Path) -> None:
     assert_exports_whole_tensors(tmp_path, SHARDED, "qwen3_moe", attention="eager")
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation", "frozen", "adapters"])

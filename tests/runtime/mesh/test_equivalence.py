@@ -12,6 +12,7 @@ from tests.runtime.mesh.nodes import join_nodes
 from tests.runtime.models import batches, config, net, relative_error, train_engine, train_plain
 from tests.runtime.workers import run_workers
 
+pytestmark = pytest.mark.multi_gpu
 STEPS, TOLERANCE, CLIP = 4, 1e-9, 0.05
 GLOO = {"ZLAUNCH_SHARED_MEMORY": "0"}
 NODE, COPY = {"shard_group": "node"}, {"zero_hpz_partition_size": 2}

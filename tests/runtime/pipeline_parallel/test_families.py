@@ -15,6 +15,7 @@ LAYERS = {"num_hidden_layers": 4}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "parallel", "stages", "section", "changes"),
@@ -54,6 +55,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

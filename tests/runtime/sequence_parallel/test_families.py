@@ -37,6 +37,7 @@ LONG: dict[str, Any] = {
 """Let frequencies depend on the length of a sequence, 12 tokens here."""
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "parallel", "stages", "changes"),
@@ -94,6 +95,7 @@ def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: b
     return train(engine, **inputs)
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "has_cache"), [("packed", False), ("packed", True), ("padded", False)])
 def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: str, has_cache: bool) -> None:
@@ -105,6 +107,7 @@ def test_masks_positions_and_ignored_labels_are_those_of_whole_sequences(kind: s
             assert losses == pytest.approx(wanted, abs=TOLERANCE)
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 def test_a_checkpoint_resumes_under_any_layout(tmp_path: Path) -> None:
     saved = Layout(4, {"sequence": 2, "tensor": 2}, 3)

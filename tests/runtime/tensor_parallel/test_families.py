@@ -31,6 +31,7 @@ from tests.runtime.workers import join, run_workers
 pytestmark = needs_package("transformers")
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("families", "world", "tensor", "stages", "changes"),
@@ -69,6 +70,7 @@ def _train_wrapped(tensor: int) -> tuple[list[float], tuple[int, ...]]:
     return train(engine), tuple(weight.shape)
 
 
+@pytest.mark.multi_gpu
 def test_a_model_inside_of_another_brings_its_plan() -> None:
     wanted, whole = run_workers(_train_wrapped, 1, 1)[0]
     for losses, shape in run_workers(_train_wrapped, 4, 4):
@@ -89,6 +91,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -100,10 +103,12 @@ def test_a_checkpoint_resumes_under_any_layout(saved: Layout, others: list[Layou
     assert_resumes_under(tmp_path, saved, others, "qwen3", attention="eager", changes=TIED)
 
 
+@pytest.mark.multi_gpu
 def test_an_export_is_whole(tmp_path: Path) -> None:
     assert_exports_whole_tensors(tmp_path, SHARDED, "qwen3", attention="eager", changes=TIED)
 
 
+@pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation"])
 def test_what_else_the_runtime_does_goes_with_it(kind: str, tmp_path: Path) -> None:
@@ -166,6 +171,7 @@ def _loss() -> list[float]:
     return found
 
 
+@pytest.mark.multi_gpu
 def test_the_vocabulary_parallel_loss_is_the_loss() -> None:
     for plain_loss, parallel in run_workers(_loss, 2):
         assert parallel == pytest.approx(plain_loss, rel=1e-9)

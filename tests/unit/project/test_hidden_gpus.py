@@ -1,4 +1,4 @@
-"""Test that tests use CPU workers on a machine with GPUs; here two are faked."""
+"""Test which tests use the GPUs of a machine; here two are faked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ FAKED = f'mount -t tmpfs tmpfs /proc/driver && mkdir -p {GPUS}/0 {GPUS}/1 && exe
 SAY = "import os\nprint(os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'] or 'hidden')"
 
 
-@pytest.fixture
-def on_cpus(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("--devices") != "cpu":
-        pytest.skip("--devices cuda leaves the GPUs visible")
-
-
 def two_gpus(environ: Any, folder: Path) -> Devices:
     """Discover what a machine with two GPUs shows under this environment."""
     for name in ("0", "1"):
@@ -45,14 +39,12 @@ def _place(folder: str) -> tuple[str, str]:
     return device.type, str(dist.get_backend())
 
 
-@pytest.mark.usefixtures("on_cpus")
 def test_ranks_train_on_the_cpu(tmp_path: Path) -> None:
     assert two_gpus({}, tmp_path).tokens == ("0", "1")
     assert run_workers(_place, 2, str(tmp_path)) == [("cpu", "gloo")] * 2
 
 
 @pytest.mark.needs("root", "namespaces", "mounts")
-@pytest.mark.usefixtures("on_cpus")
 @pytest.mark.parametrize(("env", "seen"), [({}, "hidden"), ({"CUDA_VISIBLE_DEVICES": "0,1"}, "0,1")])
 def test_launches_start_cpu_workers(tmp_path: Path, env: dict[str, str], seen: str) -> None:
     prefix = ("unshare", "--mount", "sh", "-c", FAKED, "sh")
@@ -71,13 +63,23 @@ def test_the_tests_for_a_gpu_see_what_was_given(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     hidden = HiddenGpus(cast(pytest.Config, config), partial(two_gpus, folder=tmp_path))
 
-    seen = {}
-    for name in ("tests/gpu/test_engine.py::test_it", "tests/unit/test_it.py::test_it"):
-        protocol = hidden.pytest_runtest_protocol(cast(pytest.Item, SimpleNamespace(nodeid=name)))
+    def seen(name: str, mark: str | None, devices: str) -> tuple[str | None, bool]:
+        options = SimpleNamespace(getoption=lambda _: devices)
+        item = SimpleNamespace(
+            nodeid=name, config=options, get_closest_marker=lambda kind: kind if kind == mark else None
+        )
+        protocol = hidden.pytest_runtest_protocol(cast(pytest.Item, item))
         next(protocol)
-        seen[name.split("/")[1]] = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
+        found = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available()
         protocol.close()
-    assert seen == {"gpu": (given, True), "unit": ("", False)}
+        return found
+
+    on_gpu, on_cpu = (given, True), ("", False)
+    assert seen("tests/gpu/test_it.py::test_it", "gpu", "cpu") == on_gpu
+    assert seen("tests/unit/test_it.py::test_it", None, "cpu") == on_cpu
+    assert seen("tests/runtime/test_it.py::test_it", "multi_gpu", "cpu") == on_cpu
+    assert seen("tests/runtime/test_it.py::test_it", "multi_gpu", "cuda") == on_gpu
+    assert seen("tests/runtime/test_it.py::test_it", None, "cuda") == on_cpu
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
     node = SimpleNamespace(workerinput={})
@@ -85,3 +87,17 @@ def test_the_tests_for_a_gpu_see_what_was_given(
     assert node.workerinput == config.workerinput
     hidden.pytest_unconfigure()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == given
+
+
+def _visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:
+    config = SimpleNamespace(workerinput={"cuda_visible_devices": {}})
+    hidden = HiddenGpus(cast(pytest.Config, config), partial(two_gpus, folder=tmp_path))
+    with hidden.shown():
+        assert run_workers(_visible, 2) == ["0", "1"]
+        with pytest.raises(pytest.skip.Exception, match="3 ranks need as many GPUs; this machine has 2"):
+            run_workers(_visible, 3)
+    assert run_workers(_visible, 3) == ["", "", ""]

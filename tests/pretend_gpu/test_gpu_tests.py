@@ -1,0 +1,43 @@
+"""Run the tests for GPUs on pretended ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.limits import LIMIT_S
+from tests.pretend_gpu.ranks import ROOT
+
+
+def passed_on_it(*chosen: str) -> int:
+    """Run tests on pretended GPUs; return how many have passed."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.pretend_gpu.plugin", *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * LIMIT_S)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return int(done.stdout.rpartition(" passed")[0].split()[-1])
+
+
+@pytest.mark.exhaustive
+def test_the_tests_for_a_gpu_pass_on_it() -> None:
+    # what rests in fp32 takes the ways of what rests in bf16
+    assert passed_on_it("-k", "not fp32", "tests/gpu") > 60
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("folders", "least"),
+    [
+        (("test_equivalence.py", "mesh", "backward_step", "collective_step"), 6),
+        (("checkpoint", "pipeline_parallel"), 3),
+        (("tensor_parallel", "expert_parallel", "sequence_parallel"), 7),
+    ],
+    ids=["stages", "checkpoints and pipelines", "other axes"],
+)
+def test_the_tests_of_several_gpus_pass_on_it(
+    folders: tuple[str, ...], least: int, pytestconfig: pytest.Config
+) -> None:
+    turn = f"--turn={pytestconfig.getoption('--turn')}"
+    paths = [f"tests/runtime/{folder}" for folder in folders]
+    assert passed_on_it("-m", "multi_gpu and not exhaustive", turn, *paths) >= least
