@@ -35,10 +35,11 @@ def tiled(function: Callable[[Tensor], Tensor], tokens: Tensor, tile_tokens: int
     length = max(1, tile_tokens // max(1, tokens.shape[0]))
     if length >= tokens.shape[1] or not torch.is_grad_enabled():
         return function(tokens)
-    return torch.cat([_again(function, tile) for tile in torch.split(tokens, length, 1)], 1)
+    return torch.cat([recomputed(function, tile) for tile in torch.split(tokens, length, 1)], 1)
 
 
-def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return ``function(*args)``, which the backward pass computes again."""
     found: Tensor = checkpoint(function, *args, use_reentrant=False)
     return found
 
@@ -67,7 +68,7 @@ def tiled_cross_entropy(
     length = max(1, tile_tokens // max(1, hidden.shape[0]))
     targets = targets.to(hidden.device)
     pairs = zip(torch.split(hidden, length, 1), torch.split(targets, length, 1), strict=True)
-    return torch.stack([_again(loss_of, tokens, wanted) for tokens, wanted in pairs]).sum()
+    return torch.stack([recomputed(loss_of, tokens, wanted) for tokens, wanted in pairs]).sum()
 
 
 class TiledForward:

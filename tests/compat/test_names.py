@@ -24,15 +24,16 @@ from tests.runtime.workers import run_workers
         ("deepspeed.inference.v2.engine_v2", "vLLM"),
         ("deepspeed.compression.compress", "torchao"),
         ("deepspeed.autotuning", "batch sizes"),
-        ("deepspeed.sequence.layer", "zlaunch.sequence"),
+        ("deepspeed.sequence.fpdt_layer", "zlaunch.sequence"),
         ("deepspeed.launcher.launch", "zlaunch"),
         ("deepspeed.module_inject", "vLLM"),
         ("deepspeed.linear", "PEFT"),
         ("deepspeed.model_implementations.transformers", "vLLM"),
-        ("deepspeed.runtime.pipe.schedule", "PipelineModule"),
+        ("deepspeed.runtime.pipe.p2p", "PipelineModule"),
+        ("deepspeed.runtime.state_dict_factory", "Megatron"),
         ("deepspeed.pipe.module", "PipelineModule"),
         ("deepspeed.moe.mappings", "experts"),
-        ("deepspeed.utils.timer", "tput_timer"),
+        ("deepspeed.utils.debug", "docs/migrating/deepspeed.md"),
         ("deepspeed.no_such_module", "docs/migrating/deepspeed.md"),
     ],
 )
@@ -65,8 +66,8 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
             what({})
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
-    with pytest.raises(AttributeError, match=r"ulysses_sp\.TiledMLP is not supported: .*tiled_mlp"):
-        ulysses_sp.TiledMLP  # noqa: B018
+    with pytest.raises(AttributeError, match=r"SequenceTiledCompute is not supported: .*tiled_mlp"):
+        ulysses_sp.SequenceTiledCompute  # noqa: B018
     with pytest.raises(AttributeError, match=r"InferenceEngine\.module is not supported: .*vLLM"):
         deepspeed.InferenceEngine.module  # noqa: B018
     missing = deepspeed.InferenceEngine
@@ -139,6 +140,36 @@ def test_sections_as_objects(deepspeed: Any) -> None:
         offload_config.DeepSpeedZeroOffloadParamConfig(pin_memry=True)
     with pytest.raises(AttributeError, match=r"DeepSpeedZeroConfig\.nothing is not supported"):
         zero.nothing  # noqa: B018
+
+
+def test_precision_and_leaf_sections(deepspeed: Any) -> None:
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+
+    fp16 = precision_config.get_float16_config({"fp16": {"enabled": True, "initial_scale_power": 8}})
+    assert fp16.enabled and fp16.initial_dynamic_scale() == 256
+    assert fp16.dynamic_loss_scale_args() == {
+        **{"init_scale": 256, "scale_window": 1000, "delayed_shift": 2},
+        **{"consecutive_hysteresis": False, "min_scale": 1},
+    }
+    assert not precision_config.get_float16_config({}).enabled
+    assert precision_config.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    assert precision_config.get_bfloat16_config({}).check_grad_overflow in (True, False)
+    leaves = DeepSpeedZeroLeafModuleConfig(names=["experts"])
+    assert leaves.names == ["experts"]
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="unknown key"):
+        precision_config.DeepSpeedFP16Config(enable=True)
+
+
+def test_the_report_of_the_environment(deepspeed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed import env_report
+
+    env_report.main(hide_operator_status=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "DeepSpeed general environment info:"
+    assert f"torch version .................... {torch.__version__}" in lines
+    assert any(line.startswith("deepspeed info") and "0.19.8, zlaunch" in line for line in lines)
+    assert env_report.human_readable_size(3 << 29) == "1.50 GB"
 
 
 def _throughput() -> str:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import zlaunch
 from tests.compat.test_engine import _deepspeed
 from tests.runtime.model_parallel import EPS, TOLERANCE, distance, make
+from tests.runtime.models import grad_of
 from tests.runtime.workers import join, run_workers
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPDataLoaderAdapter
 
@@ -287,3 +288,145 @@ def _registered(size: int, attention: str) -> str:
 def test_registrations(size: int, attention: str, said: str) -> None:
     for found in run_workers(_registered, 2, size, attention):
         assert said in found and bool(said) == bool(found)
+
+
+# -- attention and tiles of a script's own
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, flat: bool) -> torch.Tensor:
+    """Compute causal attention of (batch, tokens, heads, width), where several heads may share a key."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (each.repeat_interleave(group, 2) for each in (key, value))
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return found.transpose(1, 2).flatten(2) if flat else found.transpose(1, 2)
+
+
+def _distributed_attention(query_heads: int, heads: int, tokens_first: bool, flat: bool) -> list[float]:
+    """Return the errors of the output's part and of the inputs' gradients against one process."""
+    _deepspeed().init_distributed()
+    from deepspeed.sequence.layer import DistributedAttention
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, 4 * ranks, count, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for count in (query_heads, heads, heads)
+    )
+    wanted = _attention(query, key, value, flat)
+    scale = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
+    (wanted * scale).sum().backward()
+
+    def local(query: Any, key: Any, value: Any, *, flat: bool) -> Any:
+        if not tokens_first:
+            return _attention(query, key, value, flat)
+        query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+        return _attention(query, key, value, flat).transpose(0, 1)
+
+    def part(value: torch.Tensor) -> torch.Tensor:
+        own = value.detach().chunk(ranks, 1)[rank]
+        return own.transpose(0, 1) if tokens_first else own
+
+    whole = (query, key, value)
+    own = [part(each).clone().requires_grad_() for each in whole]
+    attention = DistributedAttention(local, dist.group.WORLD)
+    found = attention(*own, 1 if tokens_first else 0, flat=flat)
+    (found * part(scale)).sum().backward()
+    pairs = [(found, part(wanted))]
+    pairs += [(grad_of(mine), part(grad_of(each))) for mine, each in zip(own, whole, strict=True)]
+    return [(one.detach() - other).abs().max().item() for one, other in pairs]
+
+
+@pytest.mark.parametrize(
+    ("world", "query_heads", "heads", "tokens_first", "flat"),
+    [(2, 4, 4, False, False), (2, 4, 2, True, True), (3, 8, 4, False, True), (3, 5, 5, True, False)],
+    ids=["equal", "shared keys", "uneven", "tokens first"],
+)
+def test_distributed_attention(
+    world: int, query_heads: int, heads: int, tokens_first: bool, flat: bool
+) -> None:
+    for errors in run_workers(_distributed_attention, world, query_heads, heads, tokens_first, flat):
+        assert len(errors) == 4 and max(errors) < TOLERANCE
+
+
+def _refused_attention() -> list[str]:
+    _deepspeed().init_distributed()
+    from deepspeed.sequence.layer import DistributedAttention
+
+    said = []
+    for use in (
+        lambda: DistributedAttention(_attention, dist.group.WORLD, scatter_idx=3),
+        lambda: DistributedAttention(_attention, dist.group.WORLD)(*[torch.ones(1, 2, 1, 4)] * 3, 0),
+        lambda: DistributedAttention(_attention, dist.group.WORLD)(
+            torch.ones(1, 2, 3, 4), *[torch.ones(1, 2, 2, 4)] * 2, 0
+        ),
+        lambda: DistributedAttention(_attention, dist.group.WORLD)(*[torch.ones(1, 2, 2, 4)] * 3, 2),
+    ):
+        with pytest.raises((NotImplementedError, ValueError)) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+def test_attention_that_cannot_be_distributed_is_refused() -> None:
+    for said in run_workers(_refused_attention, 2):
+        assert "the heads must be in dimension 2" in said[0]
+        assert said[1:] == [
+            "1 key-value heads cannot be divided by 2 ranks",
+            "3 heads cannot be divided as the 2 key-value heads are",
+            "batch_dim_idx: expected 0 or 1, got 2",
+        ]
+
+
+@pytest.mark.parametrize("shape", [(2, 13, 8), (13, 8)])
+@pytest.mark.parametrize("shards", [1, 3, 40])
+def test_a_layer_in_tiles(deepspeed: Any, shape: tuple[int, ...], shards: int) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 20), torch.nn.GELU(), torch.nn.Linear(20, 8)).double()
+    given = torch.randn(shape, dtype=torch.float64)
+    results = []
+    for is_tiled in (False, True):
+        layer.zero_grad()
+        hidden = given.clone().requires_grad_()
+        found = hidden
+        if is_tiled:
+            found = TiledMLP.apply(lambda self, x: self(x), layer, hidden, shards, list(layer.parameters()))
+        else:
+            found = layer(hidden)
+        found.sin().sum().backward()
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        results.append([found.detach(), hidden.grad, *gradients])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_in_tiles(deepspeed: Any, masked: bool) -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 11).double()
+    given, labels = torch.randn(2, 9, 8, dtype=torch.float64), torch.randint(0, 11, (2, 9))
+    mask = torch.rand(2, 9) > 0.3 if masked else None
+
+    def loss_of(self: Any, x: torch.Tensor, y: torch.Tensor, wanted: torch.Tensor | None = None) -> Any:
+        each = torch.nn.functional.cross_entropy(self(x), y, reduction="none")
+        return (each if wanted is None else each * wanted).sum()
+
+    results = []
+    for shards in (1, 4):
+        head.zero_grad()
+        hidden = given.clone().requires_grad_()
+        loss = TiledFusedLogitsLoss.apply(loss_of, head, hidden, labels, mask, shards, None, "sum")
+        (loss * 3).backward()
+        results.append([loss.detach(), grad_of(hidden), grad_of(head.weight).clone()])
+    whole = loss_of(head, given.flatten(0, 1), labels.flatten(), None if mask is None else mask.flatten())
+    assert results[0][0].item() == pytest.approx(whole.item())
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r'output_reduction: expected "mean" or "sum", got \'max\''):
+        TiledFusedLogitsLoss.apply(loss_of, head, given, labels, mask, 2, None, "max")
+    with pytest.raises(ValueError, match=r"of one size, got \[2, 9, 8\], \[2, 8\]"):
+        TiledFusedLogitsLoss.apply(loss_of, head, given, labels[:, :8], None, 2, None, "sum")

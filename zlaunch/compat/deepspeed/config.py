@@ -243,6 +243,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(_SectionView):
     _around = ("zero_optimization", "offload_optimizer")
 
 
+class DeepSpeedZeroLeafModuleConfig(_SectionView):
+    """``zero_optimization.leaf_module``."""
+
+    _around = ("zero_optimization", "leaf_module")
+
+
 class DeepSpeedZeroConfig(_SectionView):
     """``zero_optimization``."""
 
@@ -254,11 +260,48 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(**(param_dict.get("zero_optimization") or {}))
 
 
+class DeepSpeedFP16Config(_SectionView):
+    """``fp16``."""
+
+    _around = ("fp16",)
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the first loss scale, if it is a dynamic one."""
+        return int(2**self.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the settings of a dynamic loss scale under DeepSpeed's names."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(_SectionView):
+    """``bf16``."""
+
+    _around = ("bf16",)
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """View ``fp16`` of a whole config."""
+    return DeepSpeedFP16Config(**(param_dict.get("fp16") or {}))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """View ``bf16`` of a whole config, or ``bfloat16``, its older name."""
+    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+
+
 _KINDS: dict[str, Any] = {
     "stage": ZeroStageEnum,
     "device": OffloadDeviceEnum,
     "offload_param": DeepSpeedZeroOffloadParamConfig.of,
     "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig.of,
+    "leaf_module": DeepSpeedZeroLeafModuleConfig.of,
 }
 """Key -> what makes DeepSpeed's kind of value of it."""
 

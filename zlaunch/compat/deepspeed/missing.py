@@ -47,6 +47,7 @@ MODULES = {
     "runtime.checkpoint_engine": "checkpoints are written by engine.save_checkpoint itself",
     "runtime.comm": OPTIMIZERS,
     "runtime.data_pipeline": "choose the data in the script",
+    "runtime.state_dict_factory": "load the parts with Megatron's own tools and give the model whole weights",
     "runtime.domino": TENSOR_PARALLEL,
     "runtime.hybrid_engine": INFERENCE,
     "runtime.pipe": PIPELINE,

@@ -1,10 +1,11 @@
-"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: attention and loaders of divided sequences."""
+"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: attention and loaders of divided sequences, tiles."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from zlaunch.compat.deepspeed import sequence_groups
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
+from zlaunch.runtime.activation.tiles import recomputed
 from zlaunch.runtime.errors import ParameterError
 from zlaunch.runtime.parallel.sequence import note_shards
 
@@ -184,3 +186,69 @@ def _describe(batch: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         name: (str(value.dtype), tuple(value.shape)) if isinstance(value, Tensor) else ("no tensor", value)
         for name, value in batch.items()
     }
+
+
+class TiledMLP:
+    """Computes a layer in tiles of tokens, of which the backward pass recomputes one after the other."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor],
+        self: Any,
+        x: Tensor,
+        shards: int,
+        compute_params: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Return ``fn(self, x)``.
+
+        Args:
+            fn: Computes each token by itself.
+            self: The layer.
+            x: (batch, tokens, width) or (tokens, width).
+            shards: The number of tiles; there are fewer where tokens are.
+            compute_params: The layer's weights; not needed here.
+        """
+        return torch.cat([recomputed(partial(fn, self), tile) for tile in x.chunk(shards, -2)], -2)
+
+
+class TiledFusedLogitsLoss:
+    """Computes a loss in tiles of tokens, so that only one tile of logits exists at a time."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Sequence[Tensor] | None,
+        output_reduction: str,
+    ) -> Tensor:
+        """Return the mean or the sum of the tiles' losses.
+
+        Args:
+            fn: Returns the loss of ``(self, x, y)`` of a tile, or of ``(self, x, y, mask)``, whose first
+                dimension is tokens.
+            self: The layer.
+            x: (batch, tokens, ...).
+            y: Labels, (batch, tokens, ...).
+            mask: (batch, tokens), or None.
+            shards: The number of tiles; there are fewer where tokens are.
+            compute_params: The layer's weights; not needed here.
+            output_reduction: ``"mean"`` or ``"sum"``.
+
+        Raises:
+            ValueError: another reduction, or shapes that do not match.
+        """
+        if output_reduction not in ("mean", "sum"):
+            raise ValueError(f'output_reduction: expected "mean" or "sum", got {output_reduction!r}')
+        given = [x, y] if mask is None else [x, y, mask]
+        if any(each.dim() < 2 or each.shape[:2] != x.shape[:2] for each in given):
+            raise ValueError(
+                "expected (batch, tokens, ...) of one size, got "
+                + ", ".join(str(list(each.shape)) for each in given)
+            )
+        tiles = zip(*(each.flatten(0, 1).chunk(shards) for each in given), strict=True)
+        losses = torch.stack([recomputed(partial(fn, self), *tile) for tile in tiles])
+        return losses.mean() if output_reduction == "mean" else losses.sum()
