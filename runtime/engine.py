@@ -20,6 +20,7 @@ from .comm.collectives import Comm
 from .config import Config, Effective
 from .data import EngineLoader
 from .errors import LossScaleFloorError, ParameterError
+from .garbage import hold_back_collections
 from .log import warn
 from .missing_step import MissingStep
 from .offload.states import StateMover
@@ -129,6 +130,8 @@ class Engine(nn.Module):
         self._has_warned_of_drops = False
         self._missing_step = MissingStep(is_watched=self._is_managed and sharded.comm.rank == 0)
         finalize(self, self._missing_step.end)
+        holds_back = effective.config.disable_python_gc
+        self._collect_again = hold_back_collections(self) if holds_back else None
         self._iteration: int | None = None
         """Keeps the scheduler's count after the last step; None before the first and after a load."""
         self._has_warned_of_schedule = False
@@ -909,6 +912,8 @@ class Engine(nn.Module):
         self._missing_step.end()
         self._sharded.engine = None
         with ExitStack() as stack:  # every part is closed, whatever fails
+            if self._collect_again is not None:
+                stack.callback(self._collect_again)
             stack.callback(self.comm.close)
             if self._offload is not None:
                 stack.callback(self._offload.close)

@@ -551,7 +551,7 @@ def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:
     """Validate `data`; the config is None only if there are problems."""
     strict = data.get("strict")
     report = ConfigReport(strict=strict if isinstance(strict, bool) else None)
-    data, report.problems = modern(data)
+    data, report.problems, report.warnings = modern(data)
     clean = _walk(data, Config, "", report)
     _named(clean, "optimizer", report)
     _named(clean, "scheduler", report)

@@ -274,8 +274,50 @@ Problems = list[tuple[str, str]]
 _MOVED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
-def modern(data: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
-    """Return the config in today's spelling, leaving ``data`` as it is, and what is wrong with the old."""
+_STOCHASTIC = "zlaunch rounds them stochastically, where DeepSpeed rounds to the nearest"
+
+
+def modern(data: dict[str, Any]) -> tuple[dict[str, Any], Problems, Problems]:
+    """Return the config in zlaunch's spelling, leaving ``data`` as it is, what is wrong with the old one, and
+    what is different.
+    """
+    data, problems = _modern_offload(data)
+    data, more, notes = _modern_bf16(data)
+    return data, problems + more, notes
+
+
+def _modern_bf16(data: dict[str, Any]) -> tuple[dict[str, Any], Problems, Problems]:
+    """Add the keys of what DeepSpeed's switches for a step in bf16 keep in bf16."""
+    bf16 = data.get("bf16")
+    if not isinstance(bf16, dict) or bf16.get("enabled", False) is False:
+        return data, [], []
+    problems: Problems = []
+    notes: Problems = []
+    masters = "bf16_master_weights_and_grads"
+    if bf16.get(masters) is True:
+        data = {**data, "bf16": {"master_weights": "stochastic", **bf16}}
+        notes.append((f"bf16.{masters}", _STOCHASTIC))
+        if data["bf16"]["master_weights"] != "stochastic":
+            problems.append((f"bf16.{masters}", "true contradicts master_weights: remove one of them"))
+    states = "bf16_optimizer_states"
+    if bf16.get(states) is True:
+        optimizer = data.get("optimizer")
+        params = optimizer.get("params") or {} if isinstance(optimizer, dict) else None
+        notes.append((f"bf16.{states}", _STOCHASTIC))
+        if optimizer is None:
+            why = "true needs the optimizer in the config: a script's own chooses the type of its state"
+            problems.append((f"bf16.{states}", why))
+        elif isinstance(params, dict):
+            params = {"state_dtype": "bf16", **params}
+            data = {**data, "optimizer": {**optimizer, "params": params}}
+            if params["state_dtype"] != "bf16":
+                why = "true contradicts optimizer.params.state_dtype: remove one of them"
+                problems.append((f"bf16.{states}", why))
+    return data, problems, notes
+
+
+def _modern_offload(data: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    """Turn the old switches of offload, and a bool as the whole section, into sections."""
     zero = data.get("zero_optimization")
     if isinstance(zero, bool):
         return {**data, "zero_optimization": {"stage": int(zero)}}, []

@@ -60,7 +60,6 @@ class FP16(Section):
     """Minimum dynamic loss scale."""
 
 
-@with_missing("bf16")
 class BF16(Section):
     """bfloat16 without loss scaling."""
 
@@ -70,6 +69,10 @@ class BF16(Section):
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")
     """Skip a step whose gradients are not finite."""
+    bf16_master_weights_and_grads: Bool = ok(False)
+    """DeepSpeed's key for master_weights: "stochastic"."""
+    bf16_optimizer_states: Bool = ok(False)
+    """DeepSpeed's key for optimizer.params.state_dtype: "bf16". The optimizer must be in the config."""
     master_weights: Literal["fp32", "stochastic"] = ok("fp32")
     """Master weights of the optimizer: "fp32", or "stochastic": none, the optimizer updates the bf16 weights
     with stochastic rounding (zlaunch's own key)."""
@@ -426,6 +429,9 @@ class Config(Section):
     """Alias for parallel.data; null is "auto"."""
     dataloader_drop_last: Bool = ok(False)
     """Drop the last batch if it is incomplete."""
+    disable_python_gc: Bool = ok(False)
+    """Collect Python's garbage once, and then only when the script calls gc.collect(), until the engine is
+    destroyed: a collection on one rank makes all others wait."""
     tf32: Bool | None = ok(None)
     """Allow TF32 in fp32 matrix products and convolutions on GPUs, for the whole process. null keeps the
     setting of torch, the script or Hugging Face's TrainingArguments (zlaunch's own key)."""

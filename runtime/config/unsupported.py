@@ -274,12 +274,6 @@ MISSING: dict[str, dict[str, Key]] = {
         "fp16_master_weights_and_grads": _refused(Bool, False, "Keep master weights and gradients in fp16.",
             feature="fp16 master weights"),
     },
-    "bf16": {
-        "bf16_master_weights_and_grads": _refused(Bool, False, "Keep master weights and gradients in bf16.",
-            feature='bf16 master weights rounded to the nearest (see bf16.master_weights: "stochastic")'),
-        "bf16_optimizer_states": _refused(Bool, False, "Keep optimizer state in bf16.",
-            feature='bf16 optimizer state rounded to the nearest (see optimizer.params.state_dtype: "bf16")'),
-    },
     "amp": {
         "max_loss_scale": _refused(Positive, 2.0**24, "Maximum dynamic loss scale; zlaunch has no limit.",
             feature="a maximum loss scale"),

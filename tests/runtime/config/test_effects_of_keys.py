@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 from typing import Any
@@ -174,3 +175,27 @@ def test_sections_that_the_script_overrides_are_named() -> None:
     assert "optimizer.params.lr = 0.5  (no effect: the script passes SGD)" in said
     (said,) = run_workers(_overridden, 1, False)
     assert "no effect" not in said and "optimizer.params.lr = 0.5  (<dict>)" in said
+
+
+def _collections() -> list[bool]:
+    zlaunch.init_distributed()
+    found = [gc.isenabled()]
+    engines = [
+        zlaunch.initialize(model=net(), config=config(1, 1, disable_python_gc=True))[0] for _ in range(3)
+    ]
+    found.append(gc.isenabled())
+    engines[0].destroy()
+    engines[0].destroy()
+    engines.pop()  # is dropped without a call
+    gc.collect()
+    found.append(gc.isenabled())
+    engines[1].destroy()
+    found.append(gc.isenabled())
+    gc.disable()  # the script's own choice stays
+    zlaunch.initialize(model=net(), config=config(1, 1, disable_python_gc=True))[0].destroy()
+    found.append(gc.isenabled())
+    return found
+
+
+def test_garbage_is_collected_again_when_the_last_engine_is_gone() -> None:
+    assert run_workers(_collections, 1) == [[True, False, False, True, False]]

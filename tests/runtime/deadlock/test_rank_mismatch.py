@@ -66,6 +66,8 @@ def test_ranks_that_use_blocks_of_different_sizes() -> None:
 
 def _alone(what: str) -> None:
     """Rank 0 does something that is collective; the other goes on, or waits at a barrier of the script's."""
+    deadlock.PERIOD_S = 0.2
+    deadlock._GRACE_S = 1.0
     rank = join()
     engine, *_ = zlaunch.initialize(model=net(), config=options(1 if "save" in what else 3))
     tokens = batches(1, 4)[0].chunk(2)[rank]

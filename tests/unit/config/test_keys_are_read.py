@@ -23,6 +23,8 @@ SETTLED_INSIDE = {
     "strict": "read before the models are",
     "zero_optimization.cpu_offload": "rewritten as offload_optimizer",
     "zero_optimization.cpu_offload_param": "rewritten as offload_param",
+    "bf16.bf16_master_weights_and_grads": "rewritten as bf16.master_weights",
+    "bf16.bf16_optimizer_states": "rewritten as optimizer.params.state_dtype",
     "torch_autocast.enabled": "read through autocast",
     "torch_autocast.lower_precision_safe_modules": "nothing is rounded on the way",
     "amp.loss_scale": "read through autocast",

@@ -272,7 +272,6 @@ def test_warned(source: dict[str, Any], path: str) -> None:
             "zero_optimization.mics_hierarchical_params_gather",
         ),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
         ({"amp": {"enabled": True, "max_loss_scale": 2.0}}, "amp.max_loss_scale"),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),

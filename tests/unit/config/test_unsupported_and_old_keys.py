@@ -167,6 +167,34 @@ def test_old_spellings_of_offload() -> None:
     assert "expected true" in problems({"zero_optimization": {"cpu_offload": "yes"}})[0]
 
 
+def _in_bf16(**more: Any) -> dict[str, Any]:
+    keys = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"bf16": {**keys, **more}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+def test_deepspeeds_switches_for_a_step_in_bf16() -> None:
+    source = _in_bf16()
+    loaded = load(source)
+    assert loaded.config.bf16.master_weights == "stochastic" and source == _in_bf16()
+    assert loaded.config.optimizer is not None
+    assert loaded.config.optimizer.params == {"state_dtype": "bf16", "lr": 1e-3}
+    assert len(loaded.warnings) == 2 and all("rounds to the nearest" in line for line in loaded.warnings)
+
+    off = load(_in_bf16(enabled=False)).config  # as in DeepSpeed, without effect
+    assert off.bf16.master_weights == "fp32"
+    assert problems(_in_bf16(master_weights="fp32")) == [
+        "bf16.bf16_master_weights_and_grads: true contradicts master_weights: remove one of them"
+    ]
+    source["optimizer"]["params"]["state_dtype"] = "int8"
+    assert problems(source) == [
+        "bf16.bf16_optimizer_states: true contradicts optimizer.params.state_dtype: remove one of them"
+    ]
+    assert problems({"bf16": _in_bf16()["bf16"]}) == [
+        "bf16.bf16_optimizer_states: true needs the optimizer in the config: a script's own chooses the type "
+        "of its state"
+    ]
+
+
 @pytest.mark.parametrize(
     ("source", "line"),
     [

@@ -33,6 +33,7 @@ ORDER = (
                 "averaging",
                 "step_losses",
                 "missing_step",
+                "garbage",
                 "preemption",
                 "zero",
                 "optim",

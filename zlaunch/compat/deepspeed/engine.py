@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -314,6 +315,10 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         false, as in DeepSpeed, whether one runs.
         """
         return super().is_gradient_accumulation_boundary() and (self._is_managed or self._in_step)
+
+    def collect_python_gc(self) -> int:
+        """Collect Python's garbage; return the number of objects that could not be reached."""
+        return gc.collect()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: :meth:`backward` reduces."""
