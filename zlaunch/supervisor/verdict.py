@@ -170,9 +170,10 @@ def without_stacks(lines: Sequence[str]) -> list[str]:
 
 
 _HINTS = (
-    # argparse's words, or those of a parser of the script's own: "ValueError: Unknown config key: local_rank"
+    # the words of argparse, click, typer, absl and fire, and of a parser of the script's own: "ValueError:
+    # Unknown config key: local_rank"
     (
-        r"[Ee]rror: .*\blocal_rank\b",
+        r"(?i)(error: |no such option|could not consume|unknown).*\blocal_rank\b",
         "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
     ),
     (

@@ -99,6 +99,9 @@ def test_report_hints_at_no_local_rank() -> None:
     for said in (
         "t.py: error: unrecognized arguments: --local_rank=0",
         "ValueError: Unknown config key: local_rank",  # nanoGPT's configurator
+        "│ No such option: --local_rank                    │",  # typer with rich
+        "FATAL Flags parsing error: Unknown command line flag 'local_rank'",  # absl
+        "ERROR: Could not consume arg: --local_rank=0",  # fire
     ):
         assert "--no_local_rank" in report(Failure(0, "h", 0, "exit", 2), ["usage", said], "log")
     assert "--no_local_rank" not in report(Failure(0, "h", 0, "exit", 2), ["local_rank 0: Error"], "log")
