@@ -295,8 +295,11 @@ class Engine(nn.Module):
     def deepspeed_io(
         self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> EngineLoader:
-        """Return a loader of micro-batches over this rank's share of ``dataset``."""
-        return EngineLoader(
+        """Return a loader of micro-batches over this rank's share of ``dataset``.
+
+        A warning says so if an epoch has fewer of them than a step, which then ends in a later epoch.
+        """
+        loader = EngineLoader(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu(),
             rank=self.data_parallel_rank,
@@ -304,6 +307,14 @@ class Engine(nn.Module):
             collate_fn=collate_fn,
             drop_last=self._effective.config.dataloader_drop_last,
         )
+        needed = self.gradient_accumulation_steps()
+        if loader.sampler is not None and len(loader) < needed and self.global_rank == 0:
+            warn(
+                f"training_data: micro-batches of a rank: {len(loader)} in an epoch, {needed} in a step. An "
+                "epoch ends without an optimizer step, and the next one goes on with its gradients: use a "
+                "smaller train_batch_size for a step in each"
+            )
+        return loader
 
     @property
     def averaging(self) -> Averaging:

@@ -129,8 +129,9 @@ class StepReporter:
             self._rows = next((each.size(0) for each in given), 0)  # nested tensors have a size(0), no shape
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() >= 2 and ids.dtype in (torch.int32, torch.int64):
-            self._micro_tokens = ids.numel()
-            self._tokens += self._micro_tokens
+            # the last batch of an epoch may be smaller than the others
+            self._micro_tokens = max(self._micro_tokens, ids.numel())
+            self._tokens += ids.numel()
 
     def take_flops(self, operations: int) -> None:
         """Take the floating point operations of a micro-batch of this rank."""

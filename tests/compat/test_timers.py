@@ -47,6 +47,11 @@ def test_a_mean_leaves_out_the_extremes(deepspeed: Any, monkeypatch: pytest.Monk
         now += seconds
         timer.stop()
     assert timer.mean() == pytest.approx(2000)
+    from deepspeed.utils.timer import trim_mean
+
+    assert trim_mean([9.0, 1.0, 2.0, 3.0], 0.25) == 2.5 and trim_mean([], 0.1) == 0 == trim_mean([1.0], 1)
+    with pytest.raises(ValueError, match="from 0 to 1, got 2"):
+        trim_mean([1.0], 2)
     assert timer.elapsed() == pytest.approx(116_000)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+import zlaunch
+from tests.runtime.models import config
+from tests.runtime.workers import run_workers
 from zlaunch.runtime.data import EngineLoader
 from zlaunch.runtime.errors import ParameterError
 
@@ -87,3 +92,21 @@ def test_a_stream_is_read_on_behind_what_was_taken() -> None:
     loader = EngineLoader(Stream(), batch_size=2, rank=0, world_size=1)
     loader.load_state_dict({"epoch": 1, "samples": 4})
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
+
+
+def _short_epochs(micro: int, accumulation: int) -> str:
+    zlaunch.init_distributed()
+    data = torch.utils.data.TensorDataset(torch.arange(24))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        zlaunch.initialize(
+            model=torch.nn.Linear(2, 2), config=config(1, micro, accumulation), training_data=data
+        )
+    return said.getvalue()
+
+
+def test_an_epoch_without_a_step_is_said() -> None:
+    first, second = run_workers(_short_epochs, 2, 2, 8)
+    assert "training_data: micro-batches of a rank: 6 in an epoch, 8 in a step." in first
+    assert "training_data" not in second
+    assert "training_data" not in run_workers(_short_epochs, 2, 2, 6)[0]

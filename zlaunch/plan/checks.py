@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from zlaunch.plan.plan import Plan
     from zlaunch.runtime.config import MeshShape
 
+_LIKE = 0.6
+"""The least similarity of names that are meant for each other, as difflib counts."""
 _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _TRAINS = re.compile(r"\boptim\b|\binitialize\b|\bprepare\b|\bcompile\b|Trainer\b")
@@ -59,8 +61,13 @@ def check_script(name: str, commands: Collection[str]) -> None:
 
 
 def _near(path: Path, beside: Sequence[str]) -> str:
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return f", did you mean {str(path.parent / near[0])!r}?" if near else ""
+    """Return a question that names the file most like `path`; "" if none is. A common suffix counts as
+    nothing: nope.json is not like e9.json.
+    """
+    for name in difflib.get_close_matches(path.name, beside):
+        if difflib.SequenceMatcher(None, path.stem, Path(name).stem).ratio() >= _LIKE:
+            return f", did you mean {str(path.parent / name)!r}?"
+    return ""
 
 
 def _near_command(name: str, commands: Collection[str]) -> str:

@@ -177,6 +177,11 @@ _HINTS = (
         "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
     ),
     (
+        r"cannot import name '\w+' from 'deepspeed\b",
+        "zlaunch's deepspeed does not have this name: docs/migrating/deepspeed-missing.md says what to use; "
+        "--compat none uses an installed DeepSpeed",
+    ),
+    (
         r"not used by the HfArgumentParser: .*'--(config|deepspeed_config)[='\"]",
         "a script with a Hugging Face Trainer takes --deepspeed FILE, not --config",
     ),

@@ -52,6 +52,8 @@ def refused(launch: Launch, *args: str, **options: Any) -> str:
 def test_a_config_that_is_not_there(launch: Launch, option: str, user: str) -> None:
     said = refused(launch, option, "ds.json", imports=user, files={"dss.json": GOOD, "ds.txt": ""})
     assert said == f"{option}: ds.json: no such file, did you mean 'dss.json'?"
+    said = refused(launch, option, "nope.json", imports=user, files={"e9.json": GOOD})
+    assert said == f"{option}: nope.json: no such file"  # a suffix is no likeness
     said = refused(launch, f"{option}=no/such.yaml", imports=user)
     assert said == f"{option}: no/such.yaml: no such file"
 

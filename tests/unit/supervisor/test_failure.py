@@ -107,6 +107,14 @@ def test_report_hints_at_no_local_rank() -> None:
     assert "--no_local_rank" not in report(Failure(0, "h", 0, "exit", 2), ["local_rank 0: Error"], "log")
 
 
+def test_report_hints_at_a_name_that_deepspeed_has() -> None:
+    said = "ImportError: cannot import name 'FPDTAttention' from 'deepspeed.sequence.layer' (/x/layer.py)"
+    text = report(Failure(0, "h", 0, "exception", 1), [said], "log")
+    assert "hint: zlaunch's deepspeed does not have this name: docs/migrating/deepspeed-missing.md" in text
+    other = said.replace("deepspeed.", "deepspeedometer.")
+    assert "hint" not in report(Failure(0, "h", 0, "exception", 1), [other], "log")
+
+
 def test_report_hints_at_an_incomplete_checkpoint_of_a_trainer() -> None:
     line = "FileNotFoundError: [Errno 2] No such file or directory: 'out/checkpoint-300/trainer_state.json'"
     text = report(Failure(0, "localhost", 0.0, "exception", 1, exception=line), [line], "log")

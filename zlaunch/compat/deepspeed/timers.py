@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zlaunch.compat.deepspeed.missing import missing_class
 from zlaunch.compat.deepspeed.tools import print_dist
 
 _TRIMMED = 0.1
@@ -68,10 +69,18 @@ class NamedTimer:
         there is none.
         """
         self.elapsed(reset=False)
-        times = sorted(self.elapsed_records)
-        left_out = round(len(times) * _TRIMMED)
-        kept = times[left_out : len(times) - left_out]
-        return sum(kept) / len(kept) if kept else 0.0
+        return trim_mean(self.elapsed_records, _TRIMMED)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Return the mean without the smallest and the largest numbers, a share `trim_percent` of each; 0 where
+    nothing is left. Raises ValueError for a share outside of 0 to 1.
+    """
+    if not 0.0 <= trim_percent <= 1.0:
+        raise ValueError(f"trim_percent: expected a number from 0 to 1, got {trim_percent}")
+    left_out = round(len(data) * trim_percent)
+    kept = sorted(data)[left_out : len(data) - left_out]
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 def _mark() -> Any:
@@ -190,3 +199,9 @@ class NoopTimer:
 
     def get_mean(self, names: Iterable[str], *args: Any, **options: Any) -> None:
         """Return None."""
+
+
+ThroughputTimer = missing_class(
+    "utils.timer.ThroughputTimer", "engine.tput_timer measures samples per second"
+)
+CudaEventTimer = missing_class("utils.timer.CudaEventTimer", "use SynchronizedWallClockTimer")

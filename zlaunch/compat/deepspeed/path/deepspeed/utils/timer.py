@@ -1,7 +1,13 @@
 """Timers of a script's own parts."""
 
 from zlaunch.compat.deepspeed.missing import absent as _absent
-from zlaunch.compat.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer
+from zlaunch.compat.deepspeed.timers import (
+    CudaEventTimer,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+    trim_mean,
+)
 
 FORWARD_MICRO_TIMER = "fwd_microstep"
 FORWARD_GLOBAL_TIMER = "fwd"
