@@ -63,9 +63,10 @@ SAYS = """
     [
         ("import torch", "torch"),
         ("import torch\n    torch.optim.SGD([torch.zeros(1)], 0.1)", "torch torch._dynamo"),
+        ("import os\n    os.environ['TORCHDYNAMO_DISABLE'] = '1'\n    import torch.optim", "torch"),
         ("import zlaunch", "torch zlaunch.runtime.api"),
     ],
-    ids=["no optimizer", "an optimizer", "the runtime"],
+    ids=["no optimizer", "an optimizer", "the compiler's variable", "the runtime"],
 )
 def test_workers_have_what_their_script_will_import(tmp_path: Path, rest: str, modules: str) -> None:
     launch = run(tmp_path, "--num_gpus=2", script=SAYS.format(rest=rest))

@@ -29,6 +29,8 @@ _CONFIG_SUFFIXES = (".json", ".yaml", ".yml")
 _TORCH_USERS = {"torch", "zlaunch", "deepspeed", "transformers", "accelerate", "lightning", "torchvision"}
 _TRAINS = re.compile(r"\boptim\b|\binitialize\b|\bprepare\b|\bcompile\b|Trainer\b")
 """Finds signs of an optimizer: torch imports its compiler for the first one, which takes a second."""
+_SETS_UP_THE_COMPILER = re.compile(r"TORCHDYNAMO|TORCHINDUCTOR|TORCH_COMPILE|TORCH_TRACE")
+"""Finds variables that the compiler reads when it is imported: a script may set them before that."""
 _CONFIG_USERS = {"zlaunch", "deepspeed", "transformers", "accelerate"}
 LAUNCHER_OPTIONS = {"num_gpus", "num_nodes", "nproc_per_node", "nnodes", "hostfile", "include", "exclude"}
 LAUNCHER_OPTIONS |= {"num_accelerators", "max_restarts", "dry_run", "detach", "log_ranks", "hang_timeout"}
@@ -132,7 +134,7 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
     found = []
     if named & _TORCH_USERS:
         found.append("torch")
-        if _TRAINS.search(text):
+        if _TRAINS.search(text) and not _SETS_UP_THE_COMPILER.search(text):
             found.append("torch._dynamo")
     if named & {"zlaunch", "deepspeed"}:
         found.append("zlaunch.runtime.api")
