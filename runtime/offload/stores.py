@@ -277,6 +277,13 @@ class HostStore(ShardStore):
         self._arrival = self._link.download(total, self._home)
         self.has_grad = True
 
+    def before_gradient(self) -> None:
+        """Let the device write where the last gradient was. One that no step has read (of a skipped step, of
+        a unit that no pass has used) may still be on its way from there.
+        """
+        if self._arrival is not DONE:
+            self._link.after_downloads()
+
     def _added(self, shard: Tensor) -> Tensor:
         """Copy the sum so far to the device, and add a gradient."""
         assert self._home is not None

@@ -473,6 +473,7 @@ class GradientReducer:
             while again and any(reduction.bucket is bucket for reduction in self._in_flight):
                 self._retire()
             self._make_room(bucket, self._accumulation_dtype(bucket, self.sync and not again))
+            bucket.store.before_gradient()
             if again and not self._gradients_are_local:
                 bucket.carry = bucket.own.clone()
                 bucket.written = [False] * len(bucket.written)

@@ -189,6 +189,9 @@ class ShardStore(ABC):
         ``stays`` the caller leaves it untouched until the step, so that it need not be copied.
         """
 
+    def before_gradient(self) -> None:
+        """Let the device write where the last gradient was, in memory that a bucket keeps."""
+
     def drop_grad(self) -> None:
         """Begin a new step, without a gradient; its memory is reused."""
         self.has_grad = False

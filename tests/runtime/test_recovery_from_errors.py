@@ -164,7 +164,8 @@ def _alternating(folder: str) -> list[str]:
                     )
                 for step in range(12):
                     torch.manual_seed(step)
-                    engine.backward(engine(torch.randn(4, 128)).square().mean())
+                    x = torch.randn(4, 128).to(engine.device)
+                    engine.backward(engine(x).square().mean())
                     engine.step()
                 found.append({k: v.clone() for k, v in engine.module.state_dict().items()})
                 engine.destroy()
@@ -173,6 +174,7 @@ def _alternating(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.multi_gpu
 def test_a_gradient_is_not_replaced_while_a_step_reads_it(tmp_path: Path) -> None:
     assert run_workers(_alternating, 1, str(tmp_path)) == [[]]
 
