@@ -361,6 +361,9 @@ def _refused_attention() -> list[str]:
             torch.ones(1, 2, 3, 4), *[torch.ones(1, 2, 2, 4)] * 2, 0
         ),
         lambda: DistributedAttention(_attention, dist.group.WORLD)(*[torch.ones(1, 2, 2, 4)] * 3, 2),
+        lambda: DistributedAttention(_attention, dist.group.WORLD)(
+            *[torch.ones(1, 2 + dist.get_rank(), 2, 4)] * 3, 0
+        ),
     ):
         with pytest.raises((NotImplementedError, ValueError)) as caught:
             use()
@@ -375,6 +378,7 @@ def test_attention_that_cannot_be_distributed_is_refused() -> None:
             "1 key-value heads cannot be divided by 2 ranks",
             "3 heads cannot be divided as the 2 key-value heads are",
             "batch_dim_idx: expected 0 or 1, got 2",
+            "DistributedAttention needs equal parts of a sequence; ranks have [2, 3] tokens",
         ]
 
 
@@ -428,5 +432,8 @@ def test_a_loss_in_tiles(deepspeed: Any, masked: bool) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r'output_reduction: expected "mean" or "sum", got \'max\''):
         TiledFusedLogitsLoss.apply(loss_of, head, given, labels, mask, 2, None, "max")
+    for wrong in (lambda self, x, y: self(x), lambda self, x, y: (x.sum(), y)):
+        with pytest.raises(ValueError, match="fn must return the loss of a tile"):
+            TiledFusedLogitsLoss.apply(wrong, head, given, labels, None, 2, None, "mean")
     with pytest.raises(ValueError, match=r"of one size, got \[2, 9, 8\], \[2, 8\]"):
         TiledFusedLogitsLoss.apply(loss_of, head, given, labels[:, :8], None, 2, None, "sum")

@@ -53,7 +53,8 @@ def test_a_forked_worker_is_like_one_started_by_itself(tmp_path: Path, options: 
 SAYS = """
     import sys
     already = [name for name in ("torch", "torch._dynamo", "zlaunch.runtime.api") if name in sys.modules]
-    print(*already)
+    import os
+    print(*already, *(name for name in os.environ if "INDUCTOR" in name))
     {rest}
 """
 
@@ -62,13 +63,22 @@ SAYS = """
     ("rest", "modules"),
     [
         ("import torch", "torch"),
-        ("import torch\n    torch.optim.SGD([torch.zeros(1)], 0.1)", "torch torch._dynamo"),
-        ("import os\n    os.environ['TORCHDYNAMO_DISABLE'] = '1'\n    import torch.optim", "torch"),
+        ("import torch, torch.optim", "torch"),
         ("import zlaunch", "torch zlaunch.runtime.api"),
+        ("import zlaunch, torch.optim", "torch torch._dynamo zlaunch.runtime.api"),
+        (
+            "import os, zlaunch, torch.optim\n    os.environ['TORCHDYNAMO_DISABLE'] = '1'",
+            "torch zlaunch.runtime.api",
+        ),
     ],
-    ids=["no optimizer", "an optimizer", "the compiler's variable", "the runtime"],
+    ids=["torch", "torch's optimizers", "no optimizer", "an optimizer", "the compiler's variable"],
 )
-def test_workers_have_what_their_script_will_import(tmp_path: Path, rest: str, modules: str) -> None:
+def test_workers_have_what_their_script_will_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, modules: str
+) -> None:
+    monkeypatch.delenv(
+        "TORCHINDUCTOR_CACHE_DIR", raising=False
+    )  # another test may have imported the compiler
     launch = run(tmp_path, "--num_gpus=2", script=SAYS.format(rest=rest))
     assert launch.process.returncode == 0, launch.err
     assert launch.log(0) == launch.log(1) == f"{modules}\n"

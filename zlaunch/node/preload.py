@@ -174,7 +174,12 @@ def _serve(connection: socket.socket, agent: int) -> socket.socket | None:
     order, of_standby = _receive(connection)
     jobs = [_receive(connection) for _ in range(order["workers"])]
     for module in order["modules"]:
+        before = dict(os.environ)
         importlib.import_module(module)
+        if module == "torch._dynamo":
+            # It sets TORCHINDUCTOR_CACHE_DIR, and a script may set that if nobody else has.
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
     gc.freeze()  # the workers share these pages until one of them writes
     own = os.getpid()  # a child that asks for its parent may be told of the next one already
     standby = 0

@@ -134,9 +134,9 @@ def shared_imports(name: str, *, module: bool) -> tuple[str, ...]:
     found = []
     if named & _TORCH_USERS:
         found.append("torch")
+    if named & {"zlaunch", "deepspeed"}:
         if _TRAINS.search(text) and not _SETS_UP_THE_COMPILER.search(text):
             found.append("torch._dynamo")
-    if named & {"zlaunch", "deepspeed"}:
         found.append("zlaunch.runtime.api")
     return tuple(found)
 

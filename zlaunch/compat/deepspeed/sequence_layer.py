@@ -105,6 +105,7 @@ class DistributedAttention(nn.Module):
         self.scatter_idx = scatter_idx
         self.gather_idx = gather_idx
         self.num_kv_heads = num_kv_heads
+        self._has_compared = False
 
     def forward(
         self,
@@ -127,8 +128,8 @@ class DistributedAttention(nn.Module):
             args, kwargs: More arguments of `local_attention`.
 
         Raises:
-            ValueError: there are fewer key-value heads than ranks, or heads of the query cannot be divided
-                as those of the key are.
+            ValueError: there are fewer key-value heads than ranks, heads of the query cannot be divided as
+                those of the key are, or ranks have different numbers of tokens in the first pass.
         """
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx: expected 0 or 1, got {batch_dim_idx}")
@@ -139,6 +140,7 @@ class DistributedAttention(nn.Module):
         # A query's head goes where its key's head goes; the first ranks have one more where some are left.
         shares = [heads // ranks + (rank < heads % ranks) for rank in range(ranks)]
         tokens = 1 - batch_dim_idx
+        self._compare(query, tokens)
         query, key, value = (
             self._exchanged_for_heads(each, shares, heads, tokens) for each in (query, key, value)
         )
@@ -149,6 +151,22 @@ class DistributedAttention(nn.Module):
         own = context.shape[_HEADS] // shares[dist.get_rank(self.spg)]
         parts = [context.shape[tokens] // ranks] * ranks
         return _exchange(context, self.spg, tokens, parts, _HEADS, [share * own for share in shares])
+
+    def _compare(self, query: Tensor, tokens: int) -> None:
+        """Raise ValueError on all ranks if they have different numbers of tokens. Only in the first pass: the
+        exchange of numbers takes as long as that of a layer.
+        """
+        if self._has_compared:
+            return
+        self._has_compared = True
+        own = torch.tensor([query.shape[tokens]], device=query.device)
+        found = own.new_empty(dist.get_world_size(self.spg))
+        dist.all_gather_into_tensor(found, own, group=self.spg)
+        counts = found.tolist()
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"DistributedAttention needs equal parts of a sequence; ranks have {counts} tokens"
+            )
 
     def _exchanged_for_heads(self, value: Tensor, shares: Sequence[int], heads: int, tokens: int) -> Tensor:
         """Return whole sequences of this rank's heads."""

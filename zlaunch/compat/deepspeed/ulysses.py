@@ -239,7 +239,7 @@ class TiledFusedLogitsLoss:
             output_reduction: ``"mean"`` or ``"sum"``.
 
         Raises:
-            ValueError: another reduction, or shapes that do not match.
+            ValueError: another reduction, shapes that do not match, or a loss of several elements.
         """
         if output_reduction not in ("mean", "sum"):
             raise ValueError(f'output_reduction: expected "mean" or "sum", got {output_reduction!r}')
@@ -250,5 +250,8 @@ class TiledFusedLogitsLoss:
                 + ", ".join(str(list(each.shape)) for each in given)
             )
         tiles = zip(*(each.flatten(0, 1).chunk(shards) for each in given), strict=True)
-        losses = torch.stack([recomputed(partial(fn, self), *tile) for tile in tiles])
-        return losses.mean() if output_reduction == "mean" else losses.sum()
+        losses = [recomputed(partial(fn, self), *tile) for tile in tiles]
+        if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
+            raise ValueError("fn must return the loss of a tile: a tensor of one element")
+        total = torch.stack([loss.reshape(()) for loss in losses]).sum()
+        return total / len(losses) if output_reduction == "mean" else total
