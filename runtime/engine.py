@@ -310,9 +310,8 @@ class Engine(nn.Module):
         needed = self.gradient_accumulation_steps()
         if loader.sampler is not None and len(loader) < needed and self.global_rank == 0:
             warn(
-                f"training_data: micro-batches of a rank: {len(loader)} in an epoch, {needed} in a step. An "
-                "epoch ends without an optimizer step, and the next one goes on with its gradients: use a "
-                "smaller train_batch_size for a step in each"
+                f"training_data: a rank gets {len(loader)} micro-batches per epoch, but a step needs "
+                f"{needed}: an epoch may end without an optimizer step. Reduce train_batch_size"
             )
         return loader
 

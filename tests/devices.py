@@ -7,7 +7,7 @@ there. So this process asks CUDA while the GPUs are visible, and torch.cuda says
 there is none.
 
 Tests marked ``multi_gpu`` train on CPU workers, and with ``--devices cuda`` on GPUs: the same test then runs
-over NCCL, each rank with a GPU of its own. Where there are fewer GPUs than ranks it is skipped.
+over NCCL, each rank with a GPU of its own. Tests with more ranks than GPUs are skipped.
 """
 
 from __future__ import annotations

@@ -551,7 +551,9 @@ def check(data: dict[str, Any]) -> tuple[Config | None, ConfigReport]:
     """Validate `data`; the config is None only if there are problems."""
     strict = data.get("strict")
     report = ConfigReport(strict=strict if isinstance(strict, bool) else None)
-    data, report.problems, report.warnings = modern(data)
+    data, problems, warnings = modern(data)
+    report.problems = problems
+    report.warnings = warnings
     clean = _walk(data, Config, "", report)
     _named(clean, "optimizer", report)
     _named(clean, "scheduler", report)

@@ -290,7 +290,7 @@ def _drop(parameter: Tensor) -> None:
 
 
 def fake_inputs(sequence: int, micro_batch: int, dtype: torch.dtype, inputs: Shape | None) -> Any:
-    """Make the input that `zlaunch estimate` was told: a tensor, or those of a language model."""
+    """Make the input that `zlaunch estimate --input` describes, or the inputs of a language model."""
     if inputs is not None:
         sizes, kind = inputs
         return torch.empty(list(sizes), dtype=kind or dtype)

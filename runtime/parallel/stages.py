@@ -143,7 +143,7 @@ class Stages:
 
     def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
         """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
-        of the micro-batches. Raises ParameterError where a schedule cannot take so many of them.
+        of the micro-batches. Raises ParameterError if the schedule does not support their number.
         """
         count = len(micro_batches)
         if self.schedule == "interleaved" and count % self.sequence.stages:

@@ -20,7 +20,7 @@ OF_0_19_8 = """
 []
 [RecvGrad(buffer_id=1), BackwardPass(buffer_id=1), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 """
-"""What DeepSpeed 0.19.8 prints for two micro-batches on the first of two stages."""
+"""Holds the output of DeepSpeed 0.19.8 for two micro-batches on the first of two stages."""
 
 
 def _steps(schedule: PipeSchedule) -> list[list[PipeInstruction]]:

@@ -297,7 +297,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, flat
     """Compute causal attention of (batch, tokens, heads, width), where several heads may share a key."""
     group = query.shape[2] // key.shape[2]
     key, value = (each.repeat_interleave(group, 2) for each in (key, value))
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
     found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     return found.transpose(1, 2).flatten(2) if flat else found.transpose(1, 2)
 
@@ -309,10 +311,14 @@ def _distributed_attention(query_heads: int, heads: int, tokens_first: bool, fla
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(2, 4 * ranks, count, 8, dtype=torch.float64, generator=generator, requires_grad=True)
-        for count in (query_heads, heads, heads)
-    )
+
+    def drawn(count: int) -> torch.Tensor:
+        shape = (2, 4 * ranks, count, 8)
+        return torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    query = drawn(query_heads)
+    key = drawn(heads)
+    value = drawn(heads)
     wanted = _attention(query, key, value, flat)
     scale = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
     (wanted * scale).sum().backward()
@@ -320,8 +326,8 @@ def _distributed_attention(query_heads: int, heads: int, tokens_first: bool, fla
     def local(query: Any, key: Any, value: Any, *, flat: bool) -> Any:
         if not tokens_first:
             return _attention(query, key, value, flat)
-        query, key, value = (each.transpose(0, 1) for each in (query, key, value))
-        return _attention(query, key, value, flat).transpose(0, 1)
+        found = _attention(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), flat)
+        return found.transpose(0, 1)
 
     def part(value: torch.Tensor) -> torch.Tensor:
         own = value.detach().chunk(ranks, 1)[rank]

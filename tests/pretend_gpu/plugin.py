@@ -27,7 +27,7 @@ NEEDS_A_DEVICE = {
 }
 """File or test -> what of a GPU it needs that is not pretended."""
 _GPUS = ("0",) * 8
-"""Of the machine: every rank sees its own as the first."""
+"""Lists the machine's GPUs: each rank sees its own as device 0."""
 
 
 @pytest.hookimpl(trylast=True)

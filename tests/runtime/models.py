@@ -91,8 +91,8 @@ def train_plain(
 
 
 def train_engine(engine: Any, data: list[Tensor], loss_function: Any = loss_of) -> list[float]:
-    """The same under an engine, on its device: each rank takes its share of every global batch, in
-    micro-batches.
+    """Train an engine on its device as :func:`train_plain` does: each rank takes its share of every global
+    batch, in micro-batches.
     """
     rank, world = engine.global_rank, engine.world_size
     accumulation = engine.gradient_accumulation_steps()

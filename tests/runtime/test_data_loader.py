@@ -107,6 +107,6 @@ def _short_epochs(micro: int, accumulation: int) -> str:
 
 def test_an_epoch_without_a_step_is_said() -> None:
     first, second = run_workers(_short_epochs, 2, 2, 8)
-    assert "training_data: micro-batches of a rank: 6 in an epoch, 8 in a step." in first
+    assert "training_data: a rank gets 6 micro-batches per epoch, but a step needs 8" in first
     assert "training_data" not in second
     assert "training_data" not in run_workers(_short_epochs, 2, 2, 6)[0]

@@ -31,6 +31,8 @@ _IMPORTED = [
     "pytest",
     "zlaunch.runtime.api",
     "zlaunch.optim",
+    "zlaunch.runtime.memory.fake_step",
+    "zlaunch.runtime.parallel.stages",
     "tests.runtime.models",
     "zlaunch.cuda_ops.host_kernels",
     "zlaunch.cuda_ops.narrow_host_kernels",

@@ -205,7 +205,7 @@ class TrainSchedule(PipeSchedule):
             yield instructions
 
     def _exchanged(self, before: int, now: int, *, is_forward: bool) -> list[PipeInstruction]:
-        """Return what is sent of the micro-batch of the step before, and received for that of this step."""
+        """Return the sends of the previous step's micro-batch and the receives of this step's."""
         has_before = self._valid_micro_batch(before)
         has_now = self._valid_micro_batch(now)
         found: list[PipeInstruction] = []

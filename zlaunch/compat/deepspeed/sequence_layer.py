@@ -73,11 +73,11 @@ class DistributedAttention(nn.Module):
 
     Args:
         local_attention: Called with query, key and value of whole sequences and this rank's heads.
-        sequence_process_group: The ranks that have parts of one sequence.
+        sequence_process_group: The process group of the ranks that share a sequence.
         scatter_idx: The dimension of the heads, which is 2.
         gather_idx: A dimension before it. The sequence is where the batch is not, as in DeepSpeed.
         sp_stream: Not used: the exchanges are on the present stream.
-        num_kv_heads: The number of key-value heads on all ranks, if it is not that of `key`.
+        num_kv_heads: The total number of key-value heads, if it differs from that of `key`.
 
     Raises:
         NotInZlaunch: Heads are in another dimension.
@@ -129,7 +129,7 @@ class DistributedAttention(nn.Module):
 
         Raises:
             ValueError: there are fewer key-value heads than ranks, heads of the query cannot be divided as
-                those of the key are, or ranks have different numbers of tokens in the first pass.
+                those of the key are, or the ranks hold different numbers of tokens in the first pass.
         """
         if batch_dim_idx not in (0, 1):
             raise ValueError(f"batch_dim_idx: expected 0 or 1, got {batch_dim_idx}")
@@ -141,24 +141,25 @@ class DistributedAttention(nn.Module):
         shares = [heads // ranks + (rank < heads % ranks) for rank in range(ranks)]
         tokens = 1 - batch_dim_idx
         self._compare(query, tokens)
-        query, key, value = (
-            self._exchanged_for_heads(each, shares, heads, tokens) for each in (query, key, value)
-        )
+        query = self._exchanged_for_heads(query, shares, heads, tokens)
+        key = self._exchanged_for_heads(key, shares, heads, tokens)
+        value = self._exchanged_for_heads(value, shares, heads, tokens)
         if rotary_pos_emb is not None:
-            cosines, sines = (each.permute(1, 0, 2, 3) for each in rotary_pos_emb)
-            query, key = (apply_rotary_pos_emb(each, cosines, sines) for each in (query, key))
+            cosines = rotary_pos_emb[0].permute(1, 0, 2, 3)
+            sines = rotary_pos_emb[1].permute(1, 0, 2, 3)
+            query = apply_rotary_pos_emb(query, cosines, sines)
+            key = apply_rotary_pos_emb(key, cosines, sines)
         context = self.local_attn(query, key, value, *args, **kwargs)
         own = context.shape[_HEADS] // shares[dist.get_rank(self.spg)]
         parts = [context.shape[tokens] // ranks] * ranks
         return _exchange(context, self.spg, tokens, parts, _HEADS, [share * own for share in shares])
 
     def _compare(self, query: Tensor, tokens: int) -> None:
-        """Raise ValueError on all ranks if they have different numbers of tokens. Only in the first pass: the
-        exchange of numbers takes as long as that of a layer.
+        """Raise ValueError on all ranks if they hold different numbers of tokens. Passes after the first good
+        one are not checked: the check is a collective, and the host waits for it.
         """
         if self._has_compared:
             return
-        self._has_compared = True
         own = torch.tensor([query.shape[tokens]], device=query.device)
         found = own.new_empty(dist.get_world_size(self.spg))
         dist.all_gather_into_tensor(found, own, group=self.spg)
@@ -167,6 +168,7 @@ class DistributedAttention(nn.Module):
             raise ValueError(
                 f"DistributedAttention needs equal parts of a sequence; ranks have {counts} tokens"
             )
+        self._has_compared = True
 
     def _exchanged_for_heads(self, value: Tensor, shares: Sequence[int], heads: int, tokens: int) -> Tensor:
         """Return whole sequences of this rank's heads."""
