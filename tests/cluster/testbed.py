@@ -21,7 +21,11 @@ from pathlib import Path
 from tests.leftovers import unmarked
 from tests.limits import wait_until
 
-_BRIDGE, _PREFIX, _NET = "ztest", "ztest-", "10.79.0"
+_BRIDGE = "ztest"
+_PREFIX = "ztest-"
+_RELAY = "zrelay-a"
+_RELAY_FAR = "zrelay-b"
+_NET = "10.79.0"
 _HEAD = f"{_NET}.1"
 
 _INIT = """
@@ -143,6 +147,7 @@ class Testbed:
             name = line.split()[0]
             if name.startswith(_PREFIX):
                 self._halt(name)
+        sh("ip", "link", "del", _RELAY, check=False)  # also where a test was killed under `latency`
         sh("ip", "link", "del", _BRIDGE, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -283,7 +288,10 @@ class Testbed:
     @contextmanager
     def latency(self, node: str, ms: float) -> Iterator[None]:
         """Packets from and to the node take `ms` milliseconds more each way."""
-        veth, ns, near, far = _PREFIX + node, _PREFIX + node, "zrelay-a", "zrelay-b"
+        veth = _PREFIX + node
+        ns = _PREFIX + node
+        near = _RELAY
+        far = _RELAY_FAR
         sh("ip", "link", "add", near, "type", "veth", "peer", "name", far)
         sh("ip", "link", "set", veth, "nomaster", "arp", "off")
         sh("ip", "link", "set", far, "arp", "off", "up")
