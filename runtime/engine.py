@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -13,12 +13,13 @@ from weakref import WeakMethod, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from . import preemption
 from .averaging import Averaging
 from .comm.collectives import Comm
 from .config import Config, Effective
-from .data import EngineLoader
+from .data import DataSource, EngineLoader, LoaderOptions, read_source
 from .errors import LossScaleFloorError, ParameterError
 from .garbage import hold_back_collections
 from .log import warn
@@ -100,6 +101,10 @@ class Engine(nn.Module):
         self.handles = handles
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: EngineLoader | None = None
+        self._loaders: list[EngineLoader] = []
+        self._loaders_made = 0
+        self._loaded_positions: list[dict[str, Any]] = []
+        """Keeps the positions of the last checkpoint that was loaded, for loaders that are made later."""
         self.global_steps = self.micro_steps = self.global_samples = 0
         self.accumulated = 0
         """Counts the micro-batches since the last optimizer step. It is not `micro_steps` modulo the number
@@ -292,28 +297,132 @@ class Engine(nn.Module):
         self._effective = replace(self._effective, config=config)
         self._prepare_pass()
 
-    def deepspeed_io(
-        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    def dataloader(
+        self,
+        data: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        training: bool = True,
     ) -> EngineLoader:
-        """Return a loader of micro-batches over this rank's share of ``dataset``.
+        """Return a loader of this rank's share of a data set, or of what a DataLoader reads.
 
-        A warning says so if an epoch has fewer of them than a step, which then ends in a later epoch.
+        Each sample comes once per epoch on one data-parallel rank; ranks of a tensor or sequence group read
+        the same. The section ``data_loader`` of the config says how; a DataLoader keeps its own options, its
+        sampler and its batch size. Checkpoints store the position, also for another number of ranks.
+
+        Args:
+            data: A data set with ``__len__`` and ``__getitem__``, an IterableDataset, or a DataLoader that
+                reads all samples on every rank. A sampler with a ``generator`` draws from the seed of the
+                config.
+            batch_size: Samples of a batch on one rank; default: ``train_micro_batch_size_per_gpu``.
+            shuffle: Whether each epoch has a new order; default: ``data_loader.shuffle``, and False without
+                ``training``.
+            collate_fn: Makes a batch of samples, as torch's DataLoader calls it.
+            training: False for validation: in order, and checkpoints do not store the position.
+
+        Raises ParameterError for a loader or sampler that shares out the samples itself, and at the first
+        batch where ranks read different orders. A warning says so if an epoch has fewer micro-batches than a
+        step, which then ends in a later epoch.
         """
+        self._loaders_made += 1
+        is_first = training and not self._loaders
+        name = "training_data" if is_first else f"data loader {self._loaders_made}"
+        if isinstance(data, DataLoader):
+            given = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate_fn}
+            if refused := [key for key, value in given.items() if value is not None]:
+                raise ParameterError(
+                    f"engine.dataloader: a DataLoader has its own {', '.join(refused)}: leave the argument "
+                    "out, or pass the data set"
+                )
+            source = read_source(data, rank=self.data_parallel_rank, ranks=self.data_parallel_size)
+        else:
+            source = self._source(data, batch_size, shuffle, collate_fn, training)
+        section = self._effective.config.data_loader
         loader = EngineLoader(
-            dataset,
-            batch_size=self.train_micro_batch_size_per_gpu(),
+            source.dataset,
+            batch_size=source.batch_size,
             rank=self.data_parallel_rank,
             world_size=self.data_parallel_size,
-            collate_fn=collate_fn,
-            drop_last=self._effective.config.dataloader_drop_last,
+            collate_fn=source.collate_fn,
+            drop_last=source.drop_last,
+            shuffle=source.shuffle,
+            seed=section.seed if source.seed is None else source.seed,
+            sampler=source.sampler,
+            batch_sampler=source.batch_sampler,
+            options=source.options,
+            name=name,
+            key=f"{self.comm.number}/{self._loaders_made}",
         )
+        if training:
+            self._add_loader(loader)
+        return loader
+
+    def _source(
+        self,
+        data: Dataset[Any],
+        batch_size: int | None,
+        shuffle: bool | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        training: bool,
+    ) -> DataSource:
+        """Return what a loader of a data set reads, by the config."""
+        config = self._effective.config
+        section = config.data_loader
+        on_gpu = self.device.type == "cuda"
+        options = LoaderOptions(
+            num_workers=section.num_workers,
+            pin_memory=on_gpu if section.pin_memory is None else section.pin_memory,
+            prefetch_factor=section.prefetch_factor,
+            persistent_workers=section.persistent_workers,
+        )
+        return DataSource(
+            dataset=data,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            shuffle=training and section.shuffle if shuffle is None else shuffle,
+            drop_last=training and (section.drop_last or config.dataloader_drop_last),
+            collate_fn=collate_fn,
+            options=options,
+        )
+
+    def _add_loader(self, loader: EngineLoader) -> None:
+        """Have checkpoints store a loader's position; set it if a checkpoint was loaded before."""
+        index = len(self._loaders)
+        self._loaders.append(loader)
+        if index < len(self._loaded_positions):
+            loader.load_state_dict(self._loaded_positions[index])
+        if self.training_dataloader is None:
+            self.training_dataloader = loader
         needed = self.gradient_accumulation_steps()
-        if loader.sampler is not None and len(loader) < needed and self.global_rank == 0:
+        has_length = loader.batches_left is not None
+        if has_length and len(loader) < needed and self.global_rank == 0:
             warn(
                 f"training_data: a rank gets {len(loader)} micro-batches per epoch, but a step needs "
                 f"{needed}: an epoch may end without an optimizer step. Reduce train_batch_size"
             )
-        return loader
+
+    def data_positions(self) -> list[dict[str, Any]]:
+        """Return the positions of the training loaders, in the order in which they were made.
+
+        A loader that this script makes later has the position of the checkpoint that was loaded.
+        """
+        own = [loader.state_dict() for loader in self._loaders]
+        return [*own, *self._loaded_positions[len(own) :]]
+
+    def load_data_positions(self, positions: Sequence[Mapping[str, Any]]) -> None:
+        """Set the positions of the training loaders, also of those that are made later."""
+        self._loaded_positions = [dict(position) for position in positions]
+        for loader, position in zip(self._loaders, positions, strict=False):
+            loader.load_state_dict(position)
+
+    def deepspeed_io(
+        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> EngineLoader:
+        """Return a loader of micro-batches over this rank's share of ``dataset``: DeepSpeed's name for
+        :meth:`dataloader`.
+        """
+        return self.dataloader(dataset, collate_fn=collate_fn)
 
     @property
     def averaging(self) -> Averaging:

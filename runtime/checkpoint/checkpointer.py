@@ -248,7 +248,6 @@ class Checkpointer:
             optimizer = {"class": type(step.optimizer).__name__, "groups": groups_of(step.optimizer)}
         if hasattr(run.lr_scheduler, "state_dict"):
             schedule = {"class": type(run.lr_scheduler).__name__, "state": run.lr_scheduler.state_dict()}
-        loader = run.training_dataloader
         task = read_environment().array_task
         array_task = {} if task is None else {_ARRAY_TASK: task}
         on_signal = {_ON_SIGNAL: True} if self._saves_for_stop else {}
@@ -265,7 +264,7 @@ class Checkpointer:
             "loss_scaler": {**self._scaler.state_dict(), "dynamic": True} if self._scaler.dynamic else None,
             "optimizer": optimizer,
             "scheduler": schedule,
-            "data": loader.state_dict() if loader is not None else None,
+            "data": run.data_positions() or None,
             "config": json.loads(json.dumps(self._raw_config, default=str)),
         }
 
@@ -545,8 +544,9 @@ class Checkpointer:
         load = getattr(run.lr_scheduler, "load_state_dict", None)
         if schedule is not None and load is not None:
             load(schedule["state"])
-        if facts["data"] is not None and run.training_dataloader is not None:
-            run.training_dataloader.load_state_dict(facts["data"])
+        if (found := facts["data"]) is not None:
+            # Versions up to 0.2 had one loader.
+            run.load_data_positions([found] if isinstance(found, Mapping) else found)
         if facts["random"] is not None:
             agree.restore(facts["random"], self._comm.device)
 

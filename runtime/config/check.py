@@ -39,7 +39,8 @@ _COMMON = frozenset(
     (
         *("classes", "copies", "data", "debug", "every", "fast", "gamma", "group", "metric", "mode", "names"),
         *("offload", "online", "overwrite", "params", "passes", "plan", "profile", "project", "ratio"),
-        *("schedule", "stability", "team", "theta", "tol", "type", "verbose", "verbosity", "version"),
+        *("schedule", "seed", "shuffle", "stability", "team", "theta", "tol", "type", "verbose", "verbosity"),
+        "version",
         "workspace",
     )
 )

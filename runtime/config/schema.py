@@ -22,6 +22,7 @@ from .fields import (
     Power,
     Section,
     Steps,
+    Whole,
     always,
     describe_fields,
     ok,
@@ -215,6 +216,25 @@ class InMemorySection(Section):
     """Optimizer steps between snapshots (zlaunch's own key)."""
     copies: Count = ok(2)
     """Copies of each rank's snapshot: 1 on its own node, 2 also on the next node (zlaunch's own key)."""
+
+
+class DataLoaderSection(Section):
+    """How engine.dataloader and training_data are read (zlaunch's own section)."""
+
+    shuffle: Bool = ok(True)
+    """Give the samples a new order in each epoch."""
+    seed: Whole = ok(0)
+    """Seed of that order."""
+    drop_last: Bool = ok(False)
+    """Leave out samples that do not fill a batch on every rank; dataloader_drop_last does the same."""
+    num_workers: Whole = ok(0)
+    """Processes of each rank that read samples; 0 reads in the training process."""
+    prefetch_factor: Count | None = ok(None)
+    """Batches that each worker process reads in advance; null is torch's default, 2."""
+    persistent_workers: Bool = ok(True)
+    """Keep the worker processes between epochs."""
+    pin_memory: Bool | None = ok(None)
+    """Copy batches to pinned memory, from which GPUs copy faster; null does so on a GPU."""
 
 
 @with_missing("checkpoint")
@@ -469,6 +489,8 @@ class Config(Section):
     """Expert parallelism."""
     pipeline: Pipeline = section(Pipeline)
     """Pipeline parallelism."""
+    data_loader: DataLoaderSection = section(DataLoaderSection)
+    """Data."""
     checkpoint: CheckpointSection = section(CheckpointSection)
     """Checkpoints."""
     tensorboard: FileMonitor = section(FileMonitor)

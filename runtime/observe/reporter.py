@@ -311,9 +311,8 @@ def _until_epoch_ends(engine: Engine) -> dict[str, int]:
     loader = engine.training_dataloader
     if loader is None or not loader.taken:  # the script takes its batches from elsewhere, for now
         return {}
-    try:
-        left = len(loader) - loader.taken
-    except TypeError:  # a stream has no length
+    left = loader.batches_left
+    if left is None:  # a stream has no length
         return {}
     # From here on: earlier epochs may have been trained on other numbers of ranks, in other batches.
     more = (engine.accumulated + left) // engine.gradient_accumulation_steps()

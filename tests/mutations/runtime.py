@@ -334,9 +334,9 @@ MUTATIONS = (
         ("tests/runtime/shared_memory/test_memory.py::test_collectives_give_sums_and_concatenations",),
     ),
     Mutation(
-        "runtime/data.py",
-        'int(state["epoch"]) - (1 if self._skip else 0)',
-        'int(state["epoch"])',
+        "runtime/data/loader.py",
+        "self._has_resumed = units > 0",
+        "self._has_resumed = False",
         "a resumed loader goes on in the next epoch's order",
         ("tests/runtime/test_data_loader.py",),
     ),

@@ -105,6 +105,8 @@ def _work(
     from tests.poison import poison
 
     torch.set_num_threads(1)
+    # As in a worker of a launch: a rank that starts processes would start a fork server of its own.
+    multiprocessing.set_start_method("fork", force=True)
     poison()
     try:
         with around():

@@ -457,24 +457,31 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         """Make a loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a
         sampler of the caller's it is torch's DataLoader over that.
         """
+        is_training = route == "train"
+        if data_sampler is None and num_local_io_workers is None:
+            return self.dataloader(
+                dataset, batch_size=batch_size, collate_fn=collate_fn, training=is_training
+            )
         size = batch_size or self.train_micro_batch_size_per_gpu()
+        drop_last = self.effective_config.dataloader_drop_last
         if data_sampler is not None:
             return torch.utils.data.DataLoader(
                 dataset,
                 batch_size=size,
                 sampler=data_sampler,
                 collate_fn=collate_fn,
-                drop_last=self.effective_config.dataloader_drop_last,
+                drop_last=drop_last,
+                num_workers=num_local_io_workers or 0,
             )
-        return EngineLoader(
+        whole = torch.utils.data.DataLoader(
             dataset,
             batch_size=size,
-            rank=self.data_parallel_rank,
-            world_size=self.data_parallel_size,
+            shuffle=is_training,
             collate_fn=collate_fn,
-            drop_last=self.effective_config.dataloader_drop_last,
-            shuffle=route == "train",
+            drop_last=drop_last,
+            num_workers=num_local_io_workers or 0,
         )
+        return self.dataloader(whole, training=is_training)
 
     def load_module_state_dict(
         self,

@@ -1,0 +1,11 @@
+"""Data: a loader that gives each rank its own samples, and resumes where a checkpoint was written.
+
+Read ``loader`` (what scripts iterate over, and its position), then where samples come from: ``order`` (data
+sets with indices), ``stream`` (those without) and ``adopt`` (the script's own DataLoader). ``same_order``
+finds out whether all ranks see the same order, which sharing it out takes for granted.
+"""
+
+from .adopt import DataSource, read_source
+from .loader import EngineLoader, LoaderOptions
+
+__all__ = ["DataSource", "EngineLoader", "LoaderOptions", "read_source"]

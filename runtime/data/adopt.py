@@ -1,0 +1,108 @@
+"""Reads off a DataLoader of the script what it loads, so that a loader of the engine loads the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ..errors import ParameterError
+from .loader import LoaderOptions
+
+_COPIED = ("timeout", "worker_init_fn", "multiprocessing_context", "in_order")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Says what a loader reads, and in which batches; see :class:`EngineLoader` for each name."""
+
+    dataset: Dataset[Any]
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    collate_fn: Callable[[Any], Any] | None
+    options: LoaderOptions = field(default_factory=LoaderOptions)
+    seed: int | None = None
+    """Is the seed of the script's own sampler, None for the config's."""
+    sampler: Any = None
+    batch_sampler: Any = None
+
+
+def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource:
+    """Return what a DataLoader of the script reads, all of it, on the data-parallel ``rank`` of ``ranks``.
+
+    Its order is zlaunch's where it has none of its own: that of a shuffle, or of a DistributedSampler, with
+    the sampler's seed. Raises ParameterError for a loader that shares out its samples in a way of its own.
+    """
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ParameterError(
+            f"engine.dataloader: {type(loader).__name__} is a loader with an iteration of its own: pass the "
+            "dataset, or torch's DataLoader"
+        )
+    options = LoaderOptions(
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        more={name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)},
+    )
+    found = DataSource(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=False,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        options=options,
+    )
+    if isinstance(loader.dataset, IterableDataset):
+        return found
+    batches: Any = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        _refuse_shared(batches)
+        _refuse_shared(getattr(batches, "sampler", None))
+        return replace(found, batch_size=None, batch_sampler=batches)
+    if batches is not None:
+        # A BatchSampler that the script has made itself leaves its sizes to the loader's None.
+        found = replace(found, batch_size=batches.batch_size, drop_last=batches.drop_last)
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    if type(sampler) is DistributedSampler:
+        return _of_distributed(found, sampler, rank, ranks)
+    if type(sampler) is SequentialSampler:
+        return found
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement
+    if is_plain and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        return replace(found, shuffle=True)
+    _refuse_shared(sampler)
+    return replace(found, sampler=sampler)
+
+
+def _of_distributed(found: DataSource, sampler: DistributedSampler[Any], rank: int, ranks: int) -> DataSource:
+    if (sampler.num_replicas, sampler.rank) != (ranks, rank):
+        raise ParameterError(
+            f"engine.dataloader: the loader's DistributedSampler is for rank {sampler.rank} of "
+            f"{sampler.num_replicas}, this is data-parallel rank {rank} of {ranks}: leave the sampler "
+            "out, or give it engine.data_parallel_size and engine.data_parallel_rank"
+        )
+    return replace(
+        found, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last or found.drop_last
+    )
+
+
+def _refuse_shared(sampler: Any) -> None:
+    """Raise ParameterError for a sampler that yields one rank's samples."""
+    if sampler is not None and getattr(sampler, "num_replicas", 1) != 1:
+        raise ParameterError(
+            f"engine.dataloader: {type(sampler).__name__} yields the samples of one rank (it has "
+            "num_replicas): pass a sampler that yields those of all ranks, or iterate over the DataLoader "
+            "itself"
+        )

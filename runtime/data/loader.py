@@ -1,0 +1,265 @@
+"""The loader of an engine: this rank's batches, epoch after epoch, from a position that checkpoints store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils.collate import default_collate, default_convert
+
+from ..errors import ParameterError
+from ..log import warn
+from .order import Given, SampleOrder, Shuffled
+from .same_order import SameOrder, digest
+from .stream import CollatedWithNote, StreamShare
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Says how batches are read; see torch's DataLoader for each name."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Holds what only a DataLoader of the script sets, such as ``worker_init_fn``."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments for torch's DataLoader."""
+        found = {"num_workers": self.num_workers, "pin_memory": self.pin_memory, **self.more}
+        if self.num_workers:  # torch refuses them without
+            found["prefetch_factor"] = self.prefetch_factor
+            found["persistent_workers"] = self.persistent_workers
+        return found
+
+
+class EngineLoader:
+    """Loads this rank's share of a dataset in batches, in a new order each epoch, and resumes from a saved
+    position.
+
+    Every rank has as many batches in an epoch. Samples that do not divide evenly among the ranks: with
+    ``drop_last`` they are left out, and so is a batch that is not full; otherwise samples from the beginning
+    of the epoch come again, and the last batch is smaller.
+
+    Attributes:
+
+    - ``epoch``: the number of epochs that have begun.
+    - ``taken``: this rank's batches since the epoch began or was resumed, 0 between two epochs.
+    - ``batches_left``: the batches until the end of the epoch, None where that is not known.
+    - ``batch_size``: the samples of a batch on this rank, None where a batch sampler decides.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None,
+        rank: int,
+        world_size: int,
+        collate_fn: Callable[[Any], Any] | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        options: LoaderOptions | None = None,
+        name: str = "training_data",
+        key: str | None = None,
+    ) -> None:
+        """``sampler`` and ``batch_sampler`` yield indices, or lists of indices, for all ranks. A
+        ``batch_size`` of None without either gives single samples. ``name`` is what messages call it; with
+        ``key``, which is the loader's own on all ranks, ranks find out whether they read the same order.
+        """
+        self.epoch = 0
+        self.taken = 0
+        self.batch_size = batch_size
+        self._name = name
+        self._dataset = type(dataset).__name__
+        self._rank = rank
+        self._ranks = world_size
+        self._resumed = 0
+        """Counts the units of all ranks behind which the present epoch was resumed."""
+        self._has_resumed = False
+        self._same_order = SameOrder(key, rank)
+        self._first: int | None = None
+        """Identifies the order of the present epoch; None where it follows from the seed."""
+        self._saved_first: int | None = None
+        self._unit = "samples" if batch_sampler is None else "batches"
+        self._step_units = world_size * (1 if batch_sampler is not None else batch_size or 1)
+        self._order: SampleOrder | None = None
+        self._units: _Units | None = None
+        self._stream: StreamShare | None = None
+        arguments = (options or LoaderOptions()).arguments()
+        # A separate generator: otherwise every epoch would draw from the one that the model uses.
+        arguments["generator"] = torch.Generator().manual_seed(seed)
+        if isinstance(dataset, IterableDataset):
+            self._stream = StreamShare(
+                dataset, batch_size=batch_size or 1, rank=rank, ranks=world_size, drop_last=drop_last
+            )
+            plain = default_convert if batch_size is None else default_collate
+            arguments["collate_fn"] = CollatedWithNote(self._stream, collate_fn or plain)
+            if batch_size is not None:
+                arguments["drop_last"] = drop_last
+            self.loader: DataLoader[Any] = DataLoader(self._stream, batch_size=batch_size, **arguments)
+            return
+        arguments["collate_fn"] = collate_fn
+        given = batch_sampler if batch_sampler is not None else sampler
+        if given is not None:
+            self._order = Given(given, seed=seed)
+        else:
+            self._order = Shuffled(len(dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        size = None if batch_sampler is not None else batch_size
+        self._units = _Units(self._order, rank=rank, ranks=world_size, size=size, drop_last=drop_last)
+        if batch_sampler is None and batch_size is None:
+            self.loader = DataLoader(dataset, sampler=self._units, batch_size=None, **arguments)
+        else:
+            self.loader = DataLoader(dataset, batch_sampler=self._units, **arguments)
+
+    def __len__(self) -> int:
+        return self._batches(0)
+
+    def _batches(self, start: int) -> int:
+        if self._units is None:
+            raise TypeError(f"{self._name} is a stream, {self._dataset}, whose length is not known")
+        return self._units.batches(start)
+
+    @property
+    def batches_left(self) -> int | None:
+        """Return the number of batches until the end of the epoch, None where that is not known."""
+        try:
+            return self._batches(self._resumed) - self.taken
+        except TypeError:
+            return None
+
+    # -- an epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._has_resumed:
+            self._resumed = 0
+            self.epoch += 1
+        self._has_resumed = False
+        self.taken = 0
+        self._first = None
+        self._same_order.next_epoch()
+        if self._units is not None:
+            self._units.epoch = self.epoch - 1
+            self._units.start = self._resumed
+            batches = iter(self.loader)
+            self._first = self._units.first
+            return self._counted(batches)
+        assert self._stream is not None
+        self._stream.begin(self.epoch - 1, self._resumed)
+        return self._counted(self._without_notes(iter(self.loader)))
+
+    def _without_notes(self, noted: Iterator[tuple[Any, int | None]]) -> Iterator[Any]:
+        for batch, first in noted:
+            self._first = first
+            yield batch
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.taken += 1
+            if self._first is not None:
+                self._check_order(self._first)
+            yield batch
+        self.taken = 0
+        self._resumed = 0
+
+    def _check_order(self, first: int) -> None:
+        """Raise ParameterError if rank 0 has another order; warn where the checkpoint's run had another."""
+        if not self._same_order.check(self.epoch, first):
+            raise ParameterError(
+                f"{self._name}: rank {self._rank} reads another first sample than rank 0, but all ranks have "
+                "to read the same order, which zlaunch shares out. Leave out the script's own sharing (by "
+                "RANK, split_dataset_by_node or a DistributedSampler), and seed a shuffle alike on all "
+                "ranks; or iterate over a DataLoader of your own"
+            )
+        if self._saved_first is not None and self._saved_first != first and self._rank == 0:
+            warn(
+                f"{self._name}: its order is another than in the run that wrote the checkpoint, so samples "
+                "of this epoch may come again and others be left out"
+            )
+        self._saved_first = None
+
+    # -- its position
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return the position: the number of started epochs, and the samples that all ranks have read in the
+        current one (0 at its end); with a batch sampler, its batches.
+        """
+        units = self._resumed + self.taken * self._step_units
+        return {"epoch": self.epoch, self._unit: units, "first": self._first, **self._kind()}
+
+    def _kind(self) -> dict[str, bool]:
+        return {"drawn": self._order.drawn} if isinstance(self._order, Shuffled) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the position of the next iteration, for any number of ranks."""
+        if self._unit not in state:
+            warn(
+                f"{self._name}: the checkpoint's position does not count {self._unit}, as this loader "
+                "does: the epoch begins anew"
+            )
+        units = int(state.get(self._unit, 0))
+        self._resumed = units
+        self._has_resumed = units > 0
+        self.epoch = int(state["epoch"])
+        self.taken = 0
+        self._saved_first = state.get("first")
+        if isinstance(self._order, Shuffled) and units:
+            # Earlier versions drew an order of any length.
+            self._order.drawn = bool(state.get("drawn", True))
+
+
+class _Units:
+    """Is torch's view of an epoch: this rank's units, by themselves or in batches of ``size``. torch asks for
+    them at the beginning of a pass.
+
+    It does not know the loader: the two and torch's would hold each other, and worker processes would live
+    on until Python's collector runs, maybe in one of them.
+    """
+
+    def __init__(
+        self, order: SampleOrder, *, rank: int, ranks: int, size: int | None, drop_last: bool
+    ) -> None:
+        self._order = order
+        self._rank = rank
+        self._ranks = ranks
+        self._size = size
+        self._drop_last = drop_last
+        self.epoch = 0
+        """Is the number of the epoch, from 0 on."""
+        self.start = 0
+        """Counts the units of all ranks that the next pass leaves out."""
+        self.first: int | None = None
+        """Identifies the order of the last pass; None where it follows from the seed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        found = self._order.share(self.epoch, self.start, self._rank, self._ranks, self._drop_last)
+        self.first = None if found.first is None else digest(found.first)
+        return found.units if self._size is None else self._batched(found.units, self._size)
+
+    def _batched(self, units: Iterator[Any], size: int) -> Iterator[list[Any]]:
+        while batch := list(islice(units, size)):
+            if len(batch) == size or not self._drop_last:
+                yield batch
+
+    def __len__(self) -> int:
+        return self.batches(0)
+
+    def batches(self, start: int) -> int:
+        """Return the number of a rank's batches behind the first ``start`` units of all ranks.
+
+        Raises TypeError if it is not known.
+        """
+        left = max(0, len(self._order) - start)
+        size = self._size or 1
+        if self._drop_last:
+            return left // (self._ranks * size)
+        share = -(-left // self._ranks)
+        return -(-share // size)

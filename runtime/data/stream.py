@@ -1,0 +1,88 @@
+"""Data sets without indices: every rank, and every worker process of it, reads all and keeps its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from .order import shared_out
+from .same_order import digest
+
+
+class StreamShare(IterableDataset[Any]):
+    """Yields this rank's samples of a stream, in the order and with the batches of one reader.
+
+    A stream may share itself out among worker processes, by ``get_worker_info``: it is told of none here, as
+    what it leaves out would be missing. A worker keeps the batches that torch's loader takes from it: those
+    whose number, modulo the workers, is its own.
+    """
+
+    def __init__(
+        self, stream: IterableDataset[Any], *, batch_size: int, rank: int, ranks: int, drop_last: bool
+    ) -> None:
+        self._stream = stream
+        self._step_samples = batch_size * ranks
+        self._rank = rank
+        self._ranks = ranks
+        self._drop_last = drop_last
+        # In shared memory: worker processes that live on hear of the next epoch.
+        self._where = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.first: int | None = None
+        """Identifies the first sample of the stream, once that was read in this process."""
+
+    def begin(self, epoch: int, start: int) -> None:
+        """Set the epoch, and how many samples of all ranks the next pass leaves out."""
+        self._where[0] = epoch
+        self._where[1] = start
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self._where.tolist()
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(epoch)
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return self._share(start, worker, workers)
+
+    def _share(self, start: int, worker: int, workers: int) -> Iterator[Any]:
+        samples = _told_of_no_workers(self._stream)
+        begun = list(islice(samples, self._ranks))  # what fills up the last batch of all ranks
+        self.first = digest(begun[0]) if begun else None
+        rest = islice(chain(begun, samples), start, None)
+        number = 0
+        while block := list(islice(rest, self._step_samples)):
+            if number % workers == worker:
+                yield from shared_out(iter(block), begun, self._rank, self._ranks, self._drop_last)
+            number += 1
+
+
+def _told_of_no_workers(stream: IterableDataset[Any]) -> Iterator[Any]:
+    """Iterate over a stream that `get_worker_info` tells of no worker processes."""
+
+    def alone(call: Callable[[], Any]) -> Any:
+        info = torch_worker._worker_info
+        torch_worker._worker_info = None
+        try:
+            return call()
+        finally:
+            torch_worker._worker_info = info
+
+    samples = alone(lambda: iter(stream))
+    end = object()
+    while (sample := alone(lambda: next(samples, end))) is not end:
+        yield sample
+
+
+class CollatedWithNote:
+    """Collates samples, and gives the note of the stream that this process has read with each batch."""
+
+    def __init__(self, stream: StreamShare, collate_fn: Callable[[Any], Any]) -> None:
+        self._stream = stream
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> tuple[Any, int | None]:
+        return self._collate_fn(samples), self._stream.first
