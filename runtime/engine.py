@@ -304,6 +304,7 @@ class Engine(nn.Module):
         batch_size: int | None = None,
         shuffle: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
         training: bool = True,
     ) -> EngineLoader:
         """Return a loader of this rank's share of a data set, or of what a DataLoader reads.
@@ -320,7 +321,9 @@ class Engine(nn.Module):
             shuffle: Whether each epoch has a new order; default: ``data_loader.shuffle``, and False without
                 ``training``.
             collate_fn: Makes a batch of samples, as torch's DataLoader calls it.
-            training: False for validation: in order, and checkpoints do not store the position.
+            num_workers: Processes that read samples; default: ``data_loader.num_workers``.
+            training: False for validation: in order, with all samples (``dataloader_drop_last``, DeepSpeed's
+                key, holds here too), and checkpoints do not store the position.
 
         Raises ParameterError for a loader or sampler that shares out the samples itself, and at the first
         batch where ranks read different orders. A warning says so if an epoch has fewer micro-batches than a
@@ -330,7 +333,12 @@ class Engine(nn.Module):
         is_first = training and not self._loaders
         name = "training_data" if is_first else f"data loader {self._loaders_made}"
         if isinstance(data, DataLoader):
-            given = {"batch_size": batch_size, "shuffle": shuffle, "collate_fn": collate_fn}
+            given = {
+                "batch_size": batch_size,
+                "shuffle": shuffle,
+                "collate_fn": collate_fn,
+                "num_workers": num_workers,
+            }
             if refused := [key for key, value in given.items() if value is not None]:
                 raise ParameterError(
                     f"engine.dataloader: a DataLoader has its own {', '.join(refused)}: leave the argument "
@@ -338,7 +346,7 @@ class Engine(nn.Module):
                 )
             source = read_source(data, rank=self.data_parallel_rank, ranks=self.data_parallel_size)
         else:
-            source = self._source(data, batch_size, shuffle, collate_fn, training)
+            source = self._source(data, batch_size, shuffle, collate_fn, num_workers, training)
         section = self._effective.config.data_loader
         loader = EngineLoader(
             source.dataset,
@@ -365,6 +373,7 @@ class Engine(nn.Module):
         batch_size: int | None,
         shuffle: bool | None,
         collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int | None,
         training: bool,
     ) -> DataSource:
         """Return what a loader of a data set reads, by the config."""
@@ -372,7 +381,7 @@ class Engine(nn.Module):
         section = config.data_loader
         on_gpu = self.device.type == "cuda"
         options = LoaderOptions(
-            num_workers=section.num_workers,
+            num_workers=section.num_workers if num_workers is None else num_workers,
             pin_memory=on_gpu if section.pin_memory is None else section.pin_memory,
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
@@ -381,7 +390,7 @@ class Engine(nn.Module):
             dataset=data,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             shuffle=training and section.shuffle if shuffle is None else shuffle,
-            drop_last=training and (section.drop_last or config.dataloader_drop_last),
+            drop_last=(training and section.drop_last) or config.dataloader_drop_last,
             collate_fn=collate_fn,
             options=options,
         )

@@ -15,8 +15,8 @@ _WATCHED_STEPS = 20
 _EQUAL_STEPS = 3
 _SAME = (
     "the losses of all {ranks} data-parallel ranks were identical for {steps} steps: the ranks probably "
-    "train on the same samples. Use a DistributedSampler with num_replicas=engine.data_parallel_size and "
-    "rank=engine.data_parallel_rank, or pass training_data= to initialize"
+    "train on the same samples. Iterate over engine.dataloader(loader), or use a DistributedSampler with "
+    "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank"
 )
 _WORDS = 2
 _WORD_BITS = 16

@@ -48,6 +48,7 @@ class EngineLoader:
 
     Attributes:
 
+    - ``dataset``: what was given.
     - ``epoch``: the number of epochs that have begun.
     - ``taken``: this rank's batches since the epoch began or was resumed, 0 between two epochs.
     - ``batches_left``: the batches until the end of the epoch, None where that is not known.
@@ -79,7 +80,8 @@ class EngineLoader:
         self.taken = 0
         self.batch_size = batch_size
         self._name = name
-        self._dataset = type(dataset).__name__
+        self.dataset = dataset
+        self._seed = seed
         self._rank = rank
         self._ranks = world_size
         self._resumed = 0
@@ -95,8 +97,9 @@ class EngineLoader:
         self._units: _Units | None = None
         self._stream: StreamShare | None = None
         arguments = (options or LoaderOptions()).arguments()
-        # A separate generator: otherwise every epoch would draw from the one that the model uses.
-        arguments["generator"] = torch.Generator().manual_seed(seed)
+        # Seeds the worker processes. torch's default would draw from the generator that the model uses.
+        self._generator = torch.Generator()
+        arguments["generator"] = self._generator
         if isinstance(dataset, IterableDataset):
             self._stream = StreamShare(
                 dataset, batch_size=batch_size or 1, rank=rank, ranks=world_size, drop_last=drop_last
@@ -125,7 +128,9 @@ class EngineLoader:
 
     def _batches(self, start: int) -> int:
         if self._units is None:
-            raise TypeError(f"{self._name} is a stream, {self._dataset}, whose length is not known")
+            raise TypeError(
+                f"{self._name} is a stream, {type(self.dataset).__name__}, whose length is not known"
+            )
         return self._units.batches(start)
 
     @property
@@ -138,6 +143,14 @@ class EngineLoader:
 
     # -- an epoch
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, from 0 on. Not needed: the loader counts. The rest of an epoch
+        that a checkpoint was written in stays the rest where it has this number.
+        """
+        if not (self._has_resumed and epoch == self.epoch - 1):
+            self._has_resumed = False
+            self.epoch = epoch
+
     def __iter__(self) -> Iterator[Any]:
         if not self._has_resumed:
             self._resumed = 0
@@ -146,6 +159,8 @@ class EngineLoader:
         self.taken = 0
         self._first = None
         self._same_order.next_epoch()
+        # Transforms in worker processes draw other numbers on each rank and in each epoch.
+        self._generator.manual_seed(self._seed + (self.epoch - 1) * self._ranks + self._rank)
         if self._units is not None:
             self._units.epoch = self.epoch - 1
             self._units.start = self._resumed

@@ -408,9 +408,9 @@ class Agreement:
         self._batch = SameBatch(
             axis,
             CHECK,
-            f"ranks {ranks} are one tensor-parallel group but got different batches. Use a "
-            "DistributedSampler with num_replicas=engine.data_parallel_size and "
-            "rank=engine.data_parallel_rank, or pass training_data= to initialize; before "
+            f"ranks {ranks} are one tensor-parallel group but got different batches. Iterate over "
+            "engine.dataloader(loader), or use a DistributedSampler with "
+            "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank; before "
             "generate(do_sample=True), set the same torch.manual_seed on each rank",
             every_pass=steps_in_backward,
         )

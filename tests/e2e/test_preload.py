@@ -59,6 +59,7 @@ SAYS = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rest", "modules"),
     [

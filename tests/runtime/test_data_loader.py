@@ -156,6 +156,42 @@ def test_the_next_epoch_begins_at_its_beginning() -> None:
         assert again.epoch == 2
 
 
+def test_a_loop_may_set_the_epoch() -> None:
+    reference = make("indices", NUMEL, 0, 1, 8)
+    epochs = [read(reference), read(reference), read(reference)]
+    loader = make("indices", NUMEL, 0, 1, 8)
+    loader.set_epoch(2)
+    assert read(loader) == epochs[2]
+    loader.load_state_dict({"epoch": 2, "samples": 16})
+    loader.set_epoch(1)
+    assert read(loader) == epochs[1][2:], "the epoch that was resumed"
+    loader.load_state_dict({"epoch": 2, "samples": 16})
+    loader.set_epoch(2)
+    assert read(loader) == epochs[2]
+
+
+class Random(torch.utils.data.Dataset[float]):
+    """Draws what it returns, as transforms do."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+def test_transforms_in_workers_draw_other_numbers_on_each_rank_and_in_each_epoch() -> None:
+    drawn = set()
+    for rank in range(2):
+        for _ in range(2):  # a second run draws the same
+            options = LoaderOptions(num_workers=1)
+            loader = EngineLoader(Random(), batch_size=2, rank=rank, world_size=2, options=options)
+            before = torch.get_rng_state()
+            drawn |= {tuple(flat(read(loader))), tuple(flat(read(loader)))}
+            assert torch.equal(torch.get_rng_state(), before), "nothing from the generator of the model"
+    assert len(drawn) == 4
+
+
 def test_the_order_is_that_of_torchs_distributed_sampler() -> None:
     data: Any = range(NUMEL + 3)
     for rank in range(4):

@@ -204,6 +204,8 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     optimizer_class = ZeROOptimizer
     _is_compiled = False
     _in_step = False
+    _shuffles = True
+    """Whether :meth:`deepspeed_io` gives training data a new order in each epoch."""
     loaded_checkpoint_tag: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -457,31 +459,24 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         """Make a loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a
         sampler of the caller's it is torch's DataLoader over that.
         """
-        is_training = route == "train"
-        if data_sampler is None and num_local_io_workers is None:
-            return self.dataloader(
-                dataset, batch_size=batch_size, collate_fn=collate_fn, training=is_training
-            )
-        size = batch_size or self.train_micro_batch_size_per_gpu()
-        drop_last = self.effective_config.dataloader_drop_last
         if data_sampler is not None:
             return torch.utils.data.DataLoader(
                 dataset,
-                batch_size=size,
+                batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
                 sampler=data_sampler,
                 collate_fn=collate_fn,
-                drop_last=drop_last,
+                drop_last=self.effective_config.dataloader_drop_last,
                 num_workers=num_local_io_workers or 0,
             )
-        whole = torch.utils.data.DataLoader(
+        is_training = route == "train"
+        return self.dataloader(
             dataset,
-            batch_size=size,
-            shuffle=is_training,
+            batch_size=batch_size,
+            shuffle=None if is_training and self._shuffles else False,
             collate_fn=collate_fn,
-            drop_last=drop_last,
-            num_workers=num_local_io_workers or 0,
+            num_workers=num_local_io_workers,
+            training=is_training,
         )
-        return self.dataloader(whole, training=is_training)
 
     def load_module_state_dict(
         self,
@@ -510,6 +505,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     trains_whole_steps = True
+    _shuffles = False
     _iterator: Iterator[Any] | None = None
     _batch_fn: Callable[[Any], Any] | None = None
 
@@ -550,12 +546,6 @@ class PipelineEngine(DeepSpeedEngine):
 
     def reset_activation_shape(self) -> None:
         """Do nothing: each step may have micro-batches of another shape."""
-
-    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a loader of this rank's share, in its order."""
-        if len(args) < 2:
-            kwargs.setdefault("route", "eval")
-        return super().deepspeed_io(dataset, *args, **kwargs)
 
     def _micro_batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """Return what was given, else what is set, else the training data again and again.
