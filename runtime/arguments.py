@@ -143,7 +143,11 @@ _TABLE: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, torch.optim.Optimizer) or _is_function(value),
     ),
     "model_parameters": (_PARAMETERS, _are_parameters),
-    "training_data": ("a dataset with __len__ and __getitem__, or None", _is_dataset),
+    "training_data": (
+        "a dataset with __len__ and __getitem__, an IterableDataset or None (a DataLoader goes to "
+        "engine.dataloader)",
+        _is_dataset,
+    ),
     "lr_scheduler": (_SCHEDULER, lambda value: _steps(value) or _is_function(value)),
     "distributed_port": (
         "an int or None",

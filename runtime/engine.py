@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, WeakSet, finalize
+from weakref import ReferenceType, WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from . import preemption
 from .averaging import Averaging
 from .comm.collectives import Comm
 from .config import Config, Effective
-from .data import DataSource, EngineLoader, LoaderOptions, read_source
+from .data import DataSource, EngineLoader, LoaderOptions, check_data, read_source
 from .errors import LossScaleFloorError, ParameterError
 from .garbage import hold_back_collections
 from .log import warn
@@ -329,9 +330,8 @@ class Engine(nn.Module):
         batch where ranks read different orders. A warning says so if an epoch has fewer micro-batches than a
         step, which then ends in a later epoch.
         """
+        check_data(data, batch_size, shuffle, num_workers)
         self._loaders_made += 1
-        is_first = training and not self._loaders
-        name = "training_data" if is_first else f"data loader {self._loaders_made}"
         if isinstance(data, DataLoader):
             given = {
                 "batch_size": batch_size,
@@ -360,8 +360,9 @@ class Engine(nn.Module):
             sampler=source.sampler,
             batch_sampler=source.batch_sampler,
             options=source.options,
-            name=name,
+            name=f"data loader {self._loaders_made} ({type(source.dataset).__name__})",
             key=f"{self.comm.number}/{self._loaders_made}",
+            clock=partial(_trained, ref(self)) if training else None,
         )
         if training:
             self._add_loader(loader)
@@ -388,7 +389,7 @@ class Engine(nn.Module):
         )
         return DataSource(
             dataset=data,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
             shuffle=training and section.shuffle if shuffle is None else shuffle,
             drop_last=(training and section.drop_last) or config.dataloader_drop_last,
             collate_fn=collate_fn,
@@ -398,6 +399,11 @@ class Engine(nn.Module):
     def _add_loader(self, loader: EngineLoader) -> None:
         """Have checkpoints store a loader's position; set it if a checkpoint was loaded before."""
         index = len(self._loaders)
+        if any(loader.dataset is other.dataset for other in self._loaders) and self.global_rank == 0:
+            warn(
+                f"engine.dataloader was called again for the same {type(loader.dataset).__name__}: a new "
+                "loader begins with the order of the first epoch. Make it once, before the loop over epochs"
+            )
         self._loaders.append(loader)
         if index < len(self._loaded_positions):
             loader.load_state_dict(self._loaded_positions[index])
@@ -407,7 +413,7 @@ class Engine(nn.Module):
         has_length = loader.batches_left is not None
         if has_length and len(loader) < needed and self.global_rank == 0:
             warn(
-                f"training_data: a rank gets {len(loader)} micro-batches per epoch, but a step needs "
+                f"{loader.name}: a rank gets {len(loader)} micro-batches per epoch, but a step needs "
                 f"{needed}: an epoch may end without an optimizer step. Reduce train_batch_size"
             )
 
@@ -1205,6 +1211,18 @@ class WholeSteps:
         return mean.to(torch.promote_types(own.dtype, torch.float32))
 
 
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
+def _endless(loader: EngineLoader) -> Iterator[Any]:
+    """Yield the batches of all epochs. Raises ParameterError if an epoch has none."""
+    empty = 0
+    while empty < 2:  # the rest of an epoch that was resumed may be empty
+        empty += 1
+        for batch in loader:
+            empty = 0
+            yield batch
+    raise ParameterError(f"{loader.name} yields no micro-batch: it has no samples, or can be read only once")
+
+
+def _trained(engine: ReferenceType[Engine]) -> int:
+    """Return how often an engine has trained: micro-batches and steps."""
+    found = engine()
+    return 0 if found is None else found.micro_steps + found.global_steps

@@ -219,18 +219,19 @@ class InMemorySection(Section):
 
 
 class DataLoaderSection(Section):
-    """How engine.dataloader and training_data are read (zlaunch's own section)."""
+    """How engine.dataloader and training_data read a dataset (zlaunch's own section). A DataLoader keeps its
+    own options."""
 
     shuffle: Bool = ok(True)
     """Give the samples a new order in each epoch."""
     seed: Whole = ok(0)
     """Seed of that order."""
     drop_last: Bool = ok(False)
-    """Leave out samples that do not fill a batch on every rank; dataloader_drop_last does the same."""
+    """Leave out samples that do not fill a batch on every rank; also if dataloader_drop_last says so."""
     num_workers: Whole = ok(0)
     """Processes of each rank that read samples; 0 reads in the training process."""
     prefetch_factor: Count | None = ok(None)
-    """Batches that each worker process reads in advance; null is torch's default, 2."""
+    """Batches that each worker process, if there are any, reads in advance; null is torch's default, 2."""
     persistent_workers: Bool = ok(True)
     """Keep the worker processes between epochs."""
     pin_memory: Bool | None = ok(None)

@@ -2,10 +2,11 @@
 
 Read ``loader`` (what scripts iterate over, and its position), then where samples come from: ``order`` (data
 sets with indices), ``stream`` (those without) and ``adopt`` (the script's own DataLoader). ``same_order``
-finds out whether all ranks see the same order, which sharing it out takes for granted.
+finds out whether all ranks see the same order, which sharing it out takes for granted, and ``draws`` makes
+the order of what draws from global generators the same.
 """
 
-from .adopt import DataSource, read_source
+from .adopt import DataSource, check_data, read_source
 from .loader import EngineLoader, LoaderOptions
 
-__all__ = ["DataSource", "EngineLoader", "LoaderOptions", "read_source"]
+__all__ = ["DataSource", "EngineLoader", "LoaderOptions", "check_data", "read_source"]

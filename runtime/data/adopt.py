@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import (
 from ..errors import ParameterError
 from .loader import LoaderOptions
 
-_COPIED = ("timeout", "worker_init_fn", "multiprocessing_context", "in_order")
+_COPIED = ("timeout", "worker_init_fn", "multiprocessing_context")
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,46 @@ class DataSource:
     collate_fn: Callable[[Any], Any] | None
     options: LoaderOptions = field(default_factory=LoaderOptions)
     seed: int | None = None
-    """Is the seed of the script's own sampler, None for the config's."""
+    """Is the seed of the script's own sampler or generator, None for the config's."""
     sampler: Any = None
     batch_sampler: Any = None
+
+
+def check_data(data: Any, batch_size: Any, shuffle: Any, num_workers: Any) -> None:
+    """Raise ParameterError for arguments of ``engine.dataloader`` that are not what it takes."""
+    has_items = hasattr(type(data), "__len__") and hasattr(type(data), "__getitem__")
+    is_data = isinstance(data, (DataLoader, IterableDataset)) or has_items
+    if not is_data or isinstance(data, (str, bytes, Mapping)):
+        raise ParameterError(
+            "engine.dataloader: expected a dataset with __len__ and __getitem__, an IterableDataset or "
+            f"torch's DataLoader, got {type(data).__name__}"
+        )
+    for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if value is not None and not is_count:
+            raise ParameterError(
+                f"engine.dataloader: {name} is {value!r}: expected a whole number from {least} on"
+            )
+    if shuffle is not None and not isinstance(shuffle, bool):
+        raise ParameterError(f"engine.dataloader: shuffle is {shuffle!r}: expected True or False")
 
 
 def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource:
     """Return what a DataLoader of the script reads, all of it, on the data-parallel ``rank`` of ``ranks``.
 
-    Its order is zlaunch's where it has none of its own: that of a shuffle, or of a DistributedSampler, with
-    the sampler's seed. Raises ParameterError for a loader that shares out its samples in a way of its own.
+    Its order is zlaunch's where it has none of its own: that of a shuffle, with the seed of its generator, or
+    of a DistributedSampler, with the sampler's seed. Raises ParameterError for a loader that shares out its
+    samples in a way of its own.
     """
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ParameterError(
             f"engine.dataloader: {type(loader).__name__} is a loader with an iteration of its own: pass the "
             "dataset, or torch's DataLoader"
+        )
+    if not getattr(loader, "in_order", True):
+        raise ParameterError(
+            "engine.dataloader: the DataLoader has in_order=False, but a position counts batches in their "
+            "order: leave the argument out"
         )
     options = LoaderOptions(
         num_workers=loader.num_workers,
@@ -81,7 +106,8 @@ def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource
         return found
     is_plain = type(sampler) is RandomSampler and not sampler.replacement
     if is_plain and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        return replace(found, shuffle=True)
+        own = sampler.generator
+        return replace(found, shuffle=True, seed=None if own is None else own.initial_seed())
     _refuse_shared(sampler)
     return replace(found, sampler=sampler)
 

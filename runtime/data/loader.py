@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from ..errors import ParameterError
@@ -49,6 +49,7 @@ class EngineLoader:
     Attributes:
 
     - ``dataset``: what was given.
+    - ``name``: what messages call it.
     - ``epoch``: the number of epochs that have begun.
     - ``taken``: this rank's batches since the epoch began or was resumed, 0 between two epochs.
     - ``batches_left``: the batches until the end of the epoch, None where that is not known.
@@ -71,15 +72,18 @@ class EngineLoader:
         options: LoaderOptions | None = None,
         name: str = "training_data",
         key: str | None = None,
+        clock: Callable[[], int] | None = None,
     ) -> None:
         """``sampler`` and ``batch_sampler`` yield indices, or lists of indices, for all ranks. A
         ``batch_size`` of None without either gives single samples. ``name`` is what messages call it; with
         ``key``, which is the loader's own on all ranks, ranks find out whether they read the same order.
+        ``clock`` counts what is trained, so that a look at a batch is no epoch: a pass that was left at its
+        first batch, before anything was trained, begins again.
         """
         self.epoch = 0
         self.taken = 0
         self.batch_size = batch_size
-        self._name = name
+        self.name = name
         self.dataset = dataset
         self._seed = seed
         self._rank = rank
@@ -87,9 +91,13 @@ class EngineLoader:
         self._resumed = 0
         """Counts the units of all ranks behind which the present epoch was resumed."""
         self._has_resumed = False
+        self._clock = clock
+        self._begun_at: int | None = None
+        """Is the clock at the beginning of a pass that has not ended."""
+        self._passes = 0
         self._same_order = SameOrder(key, rank)
         self._first: int | None = None
-        """Identifies the order of the present epoch; None where it follows from the seed."""
+        """Identifies the order of the present epoch, once it is known."""
         self._saved_first: int | None = None
         self._unit = "samples" if batch_sampler is None else "batches"
         self._step_units = world_size * (1 if batch_sampler is not None else batch_size or 1)
@@ -102,7 +110,12 @@ class EngineLoader:
         arguments["generator"] = self._generator
         if isinstance(dataset, IterableDataset):
             self._stream = StreamShare(
-                dataset, batch_size=batch_size or 1, rank=rank, ranks=world_size, drop_last=drop_last
+                dataset,
+                batch_size=batch_size or 1,
+                rank=rank,
+                ranks=world_size,
+                drop_last=drop_last,
+                seed=seed,
             )
             plain = default_convert if batch_size is None else default_collate
             arguments["collate_fn"] = CollatedWithNote(self._stream, collate_fn or plain)
@@ -115,7 +128,9 @@ class EngineLoader:
         if given is not None:
             self._order = Given(given, seed=seed)
         else:
-            self._order = Shuffled(len(dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+            length = len(dataset)  # type: ignore[arg-type]
+            contents = _chosen_indices(dataset)
+            self._order = Shuffled(length, shuffle=shuffle, seed=seed, contents=contents)
         size = None if batch_sampler is not None else batch_size
         self._units = _Units(self._order, rank=rank, ranks=world_size, size=size, drop_last=drop_last)
         if batch_sampler is None and batch_size is None:
@@ -129,7 +144,7 @@ class EngineLoader:
     def _batches(self, start: int) -> int:
         if self._units is None:
             raise TypeError(
-                f"{self._name} is a stream, {type(self.dataset).__name__}, whose length is not known"
+                f"{self.name} is a stream, {type(self.dataset).__name__}, whose length is not known"
             )
         return self._units.batches(start)
 
@@ -143,24 +158,36 @@ class EngineLoader:
 
     # -- an epoch
 
+    @property
+    def sampler(self) -> EngineLoader:
+        """Return what has :meth:`set_epoch`, as loops for DistributedDataParallel call it."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, from 0 on. Not needed: the loader counts. The rest of an epoch
         that a checkpoint was written in stays the rest where it has this number.
         """
-        if not (self._has_resumed and epoch == self.epoch - 1):
+        if not ((self._has_resumed or self._was_look()) and epoch == self.epoch - 1):
             self._has_resumed = False
+            self._begun_at = None
             self.epoch = epoch
 
+    def _was_look(self) -> bool:
+        """Tell whether the script has left the last pass at its first batch, without training on it."""
+        return self._clock is not None and self.taken <= 1 and self._begun_at == self._clock()
+
     def __iter__(self) -> Iterator[Any]:
-        if not self._has_resumed:
+        if not (self._has_resumed or self._was_look()):
             self._resumed = 0
             self.epoch += 1
         self._has_resumed = False
+        self._begun_at = None if self._clock is None else self._clock()
+        self._passes += 1
         self.taken = 0
         self._first = None
         self._same_order.next_epoch()
         # Transforms in worker processes draw other numbers on each rank and in each epoch.
-        self._generator.manual_seed(self._seed + (self.epoch - 1) * self._ranks + self._rank)
+        self._generator.manual_seed((self._seed + (self.epoch - 1) * self._ranks + self._rank) % (1 << 63))
         if self._units is not None:
             self._units.epoch = self.epoch - 1
             self._units.start = self._resumed
@@ -173,62 +200,100 @@ class EngineLoader:
 
     def _without_notes(self, noted: Iterator[tuple[Any, int | None]]) -> Iterator[Any]:
         for batch, first in noted:
+            if self._first is not None and first != self._first:
+                raise ParameterError(
+                    f"{self.name}: worker processes read different orders, but each keeps its share of one: "
+                    "seed the stream's shuffle"
+                )
             self._first = first
             yield batch
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        own = self._passes
         for batch in batches:
-            self.taken += 1
-            if self._first is not None:
-                self._check_order(self._first)
+            if own == self._passes:
+                self.taken += 1
+                if self._first is not None:
+                    self._check_order(self._first)
+            elif self._clock is not None:  # the position is that of the later pass
+                raise RuntimeError(
+                    f"{self.name}: this pass has ended, as another was begun or a checkpoint was loaded: "
+                    "iterate over the loader anew"
+                )
             yield batch
-        self.taken = 0
-        self._resumed = 0
+        if own == self._passes:
+            self.taken = 0
+            self._resumed = 0
+            self._first = None
+            self._begun_at = None
 
     def _check_order(self, first: int) -> None:
         """Raise ParameterError if rank 0 has another order; warn where the checkpoint's run had another."""
         if not self._same_order.check(self.epoch, first):
             raise ParameterError(
-                f"{self._name}: rank {self._rank} reads another first sample than rank 0, but all ranks have "
+                f"{self.name}: rank {self._rank} reads other samples first than rank 0, but all ranks have "
                 "to read the same order, which zlaunch shares out. Leave out the script's own sharing (by "
-                "RANK, split_dataset_by_node or a DistributedSampler), and seed a shuffle alike on all "
-                "ranks; or iterate over a DataLoader of your own"
+                "RANK, split_dataset_by_node or a DistributedSampler), and give a random generator of the "
+                "script's own the same seed on all ranks; or iterate over a DataLoader of your own"
             )
         if self._saved_first is not None and self._saved_first != first and self._rank == 0:
             warn(
-                f"{self._name}: its order is another than in the run that wrote the checkpoint, so samples "
-                "of this epoch may come again and others be left out"
+                f"{self.name}: its order is another than in the run that wrote the checkpoint, so samples "
+                "of this epoch may come again and others be left out: an order has to follow from "
+                "set_epoch, or from a generator with the same seed in each run"
             )
         self._saved_first = None
 
     # -- its position
 
-    def state_dict(self) -> dict[str, int | None]:
+    def state_dict(self) -> dict[str, int | bool | None]:
         """Return the position: the number of started epochs, and the samples that all ranks have read in the
         current one (0 at its end); with a batch sampler, its batches.
         """
         units = self._resumed + self.taken * self._step_units
-        return {"epoch": self.epoch, self._unit: units, "first": self._first, **self._kind()}
+        found = {"epoch": self.epoch, self._unit: units, "first": self._first, "length": self._length()}
+        return {**found, "drawn": self._order.drawn} if isinstance(self._order, Shuffled) else found
 
-    def _kind(self) -> dict[str, bool]:
-        return {"drawn": self._order.drawn} if isinstance(self._order, Shuffled) else {}
+    def _length(self) -> int | None:
+        """Return the number of units of an epoch, None where that is not known."""
+        try:
+            return None if self._order is None else len(self._order)
+        except TypeError:
+            return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the position of the next iteration, for any number of ranks."""
-        if self._unit not in state:
+        units = int(state.get(self._unit, 0))
+        self.epoch = int(state["epoch"])
+        length = state.get("length", self._length())
+        if self._unit not in state or (units and length != self._length()):
             warn(
-                f"{self._name}: the checkpoint's position does not count {self._unit}, as this loader "
+                f"{self.name}: an epoch had {length} {self._unit} in the run that wrote the checkpoint and "
+                f"has {self._length()} now: the epoch begins anew"
+                if self._unit in state
+                else f"{self.name}: the checkpoint's position does not count {self._unit}, as this loader "
                 "does: the epoch begins anew"
             )
-        units = int(state.get(self._unit, 0))
+            self.epoch -= 1
+            units = 0
         self._resumed = units
         self._has_resumed = units > 0
-        self.epoch = int(state["epoch"])
+        self._begun_at = None
+        self._passes += 1
         self.taken = 0
-        self._saved_first = state.get("first")
+        self._saved_first = state.get("first") if units else None
         if isinstance(self._order, Shuffled) and units:
             # Earlier versions drew an order of any length.
             self._order.drawn = bool(state.get("drawn", True))
+
+
+def _chosen_indices(dataset: Any) -> int | None:
+    """Return what identifies the indices of torch's Subset, also of one inside; None for other data sets."""
+    chosen = []
+    while isinstance(dataset, Subset):
+        chosen.append(list(dataset.indices))
+        dataset = dataset.dataset
+    return digest(chosen) if chosen else None
 
 
 class _Units:
@@ -252,11 +317,11 @@ class _Units:
         self.start = 0
         """Counts the units of all ranks that the next pass leaves out."""
         self.first: int | None = None
-        """Identifies the order of the last pass; None where it follows from the seed."""
+        """Identifies the order of the last pass."""
 
     def __iter__(self) -> Iterator[Any]:
         found = self._order.share(self.epoch, self.start, self._rank, self._ranks, self._drop_last)
-        self.first = None if found.first is None else digest(found.first)
+        self.first = digest(found.first)
         return found.units if self._size is None else self._batched(found.units, self._size)
 
     def _batched(self, units: Iterator[Any], size: int) -> Iterator[list[Any]]:

@@ -15,12 +15,18 @@ import numpy
 import torch
 from torch import Tensor
 
+from .draws import Draws
+
 T = TypeVar("T")
 
 _DRAWN_NUMEL = 1 << 24
 """Limits the orders that are drawn as torch's DistributedSampler draws them, in memory: 128 MB."""
 _CHUNK = 4096
 _ROUNDS = 6
+_BLOCKS = 8
+"""Counts a rank's units that are read at a time from a sampler of the script."""
+_COMPARED = 64
+"""Counts the units of a sampler that ranks compare: different orders may begin alike, as with the longest."""
 
 
 class SampleOrder(Protocol):
@@ -42,21 +48,25 @@ class Share:
     """Is what a rank reads in an epoch."""
 
     units: Iterator[Any]
-    first: Any = None
-    """Is the first unit of all ranks; None where the seed alone decides about the order."""
+    first: Any
+    """Identifies the order of all ranks: its first units, or what decides about it besides the seed."""
 
 
-def shared_out(units: Iterator[T], begun: Sequence[T], rank: int, ranks: int, drop_last: bool) -> Iterator[T]:
+def shared_out(
+    blocks: Iterable[list[T]], begun: Sequence[T], rank: int, ranks: int, drop_last: bool
+) -> Iterator[T]:
     """Yield every ``ranks``-th of the units, beginning with the ``rank``-th; see :meth:`SampleOrder.share`.
 
-    ``begun`` has the first units of the epoch, one for each rank.
+    All ``blocks`` but the last have a multiple of ``ranks`` units. ``begun`` has the first units of the
+    epoch, at least one for each rank if there are as many.
     """
-    while block := list(islice(units, ranks)):
-        if len(block) < ranks:
-            if drop_last:
-                return
-            block += islice(cycle(begun), ranks - len(block))
-        yield block[rank]
+    for block in blocks:
+        over = len(block) % ranks
+        if over and drop_last:
+            del block[-over:]
+        elif over:
+            block += islice(cycle(begun), ranks - over)
+        yield from block[rank::ranks]
 
 
 # -- data sets with a length ------------------------------------------------------------------------
@@ -70,8 +80,10 @@ class Shuffled:
     by index, so that a resume takes no time and no memory; with ``drawn``, it is drawn as well.
     """
 
-    def __init__(self, length: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, length: int, *, shuffle: bool, seed: int, contents: Any = None) -> None:
+        """``contents`` identifies what the indices mean, where that is known."""
         self._length = length
+        self._first = (length, contents)
         self._shuffle = shuffle
         self._seed = seed
         self.drawn = length <= _DRAWN_NUMEL
@@ -83,7 +95,7 @@ class Shuffled:
         """Return a rank's indices; see :meth:`SampleOrder.share`."""
         left = max(0, self._length - start)
         count = left // ranks if drop_last else -(-left // ranks)
-        return Share(self._indices(self._lookup(epoch), start + rank, ranks, count))
+        return Share(self._indices(self._lookup(epoch), start + rank, ranks, count), self._first)
 
     def _indices(
         self, lookup: Callable[[Tensor], Tensor], begin: int, stride: int, count: int
@@ -149,13 +161,16 @@ def _mix(values: Any) -> Any:
 class Given:
     """Is the order of a script's sampler or batch sampler, which yields the units of all ranks.
 
-    It is told the epoch by ``set_epoch``. One that draws from a ``generator``, as those of torch do, draws
-    from the seed and the epoch's number, so that every rank and a resumed run have the same order.
+    It is told the epoch by ``set_epoch``. A ``generator`` of torch begins each epoch with its own first seed
+    plus the epoch's number; other draws come from ``seed``. So every rank and a resumed run have the same
+    order.
     """
 
     def __init__(self, sampler: Iterable[Any], *, seed: int) -> None:
         self._sampler = sampler
         self._seed = seed
+        self._seeds: dict[int, int] = {}
+        """Holds the first seed of each generator."""
 
     def __len__(self) -> int:
         if isinstance(self._sampler, Sized):
@@ -164,15 +179,19 @@ class Given:
 
     def share(self, epoch: int, start: int, rank: int, ranks: int, drop_last: bool) -> Share:
         """Return a rank's units; see :meth:`SampleOrder.share`."""
-        units = self._units(epoch)
-        begun = list(islice(units, ranks))
-        left = islice(chain(begun, units), start, None)
-        return Share(shared_out(left, begun, rank, ranks, drop_last), begun[0] if begun else None)
-
-    def _units(self, epoch: int) -> Iterator[Any]:
+        draws = Draws(self._seed + epoch)
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
-            elif hasattr(sampler, "generator"):
-                sampler.generator = torch.Generator().manual_seed(self._seed + epoch)  # type: ignore[union-attr]
-        return iter(self._sampler)
+            self._begin(sampler, epoch)
+        with draws.active():
+            units = iter(self._sampler)
+            begun = list(islice(units, max(ranks, _COMPARED)))
+        left = islice(chain(begun, units), start, None)
+        return Share(shared_out(draws.blocks(left, _BLOCKS * ranks), begun, rank, ranks, drop_last), begun)
+
+    def _begin(self, sampler: Any, epoch: int) -> None:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            first = self._seeds.setdefault(id(sampler), generator.initial_seed())
+            generator.manual_seed((first + epoch) % (1 << 63))

@@ -7,7 +7,6 @@ would be left out and others come twice, without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -17,41 +16,55 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 _PREFIX = "zlaunch-order"
+_DEEPEST = 8
 
 
-def digest(sample: Any) -> int:
-    """Return a number that identifies a sample: 63 bits of a hash of its contents.
+def digest(value: Any) -> int:
+    """Return a number that identifies samples or indices: 63 bits of a hash of the contents.
 
-    An object of a class that is not known here counts by its class alone.
+    An object of a class that is not known here counts by what it has in ``tobytes()`` or its attributes, or
+    by its class alone.
     """
     found = blake2b(digest_size=8)
-    _add(sample, found.update)
+    _add(value, found.update, 0)
     return int.from_bytes(found.digest(), "big") >> 1
 
 
-def _add(value: Any, add: Callable[[Any], None]) -> None:
+def _add(value: Any, add: Callable[[Any], None], depth: int) -> None:
     add(type(value).__name__.encode())
+    if depth > _DEEPEST:
+        return
     if isinstance(value, torch.Tensor):
-        add(f"{value.dtype}{tuple(value.shape)}".encode())
-        add(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    elif isinstance(value, numpy.ndarray):
-        add(f"{value.dtype}{value.shape}".encode())
-        add(value.tobytes())
+        _add_tensor(value, add)
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        _add(value.tolist(), add, depth + 1)
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            _add(key, add)
-            _add(each, add)
+            _add(key, add, depth + 1)
+            _add(each, add, depth + 1)
     elif isinstance(value, Set):  # in an order that does not differ between processes
         for each in sorted(map(repr, value)):
             add(each.encode())
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, range)):
+        add(str(len(value)).encode())
         for each in value:
-            _add(each, add)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            _add(getattr(value, each.name), add)
+            _add(each, add, depth + 1)
     elif isinstance(value, (str, bytes, int, float, complex, numpy.generic)) or value is None:
         add(repr(value).encode())
+    elif callable(in_bytes := getattr(value, "tobytes", None)):  # an array, an image
+        add(str(getattr(value, "shape", "")).encode())
+        add(in_bytes())
+    elif hasattr(value, "__dict__") and not callable(value):
+        _add(vars(value), add, depth + 1)
+
+
+def _add_tensor(value: torch.Tensor, add: Callable[[Any], None]) -> None:
+    add(f"{value.dtype}{tuple(value.shape)}".encode())
+    try:
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        add(plain.view(-1).view(torch.uint8).numpy().data)
+    except (RuntimeError, NotImplementedError, TypeError):  # sparse or nested: by its type and shape
+        return
 
 
 class SameOrder:
@@ -73,18 +86,21 @@ class SameOrder:
         """Return False if rank 0 has another note."""
         if self._settled:
             return True
-        store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
-        key = f"{self._key}/{epoch}"
-        if self._rank == 0:
-            store.set(key, str(note))
+        try:
+            return self._compare(f"{self._key}/{epoch}", note)
+        except dist.DistError:  # rank 0, which has the store, has ended
             self._settled = True
             return True
-        if not store.check([key]):
+
+    def _compare(self, key: str, note: int) -> bool:
+        store = PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        if self._rank == 0:
+            store.set(key, str(note))
+        elif not store.check([key]):
             return True
         self._settled = True
-        return int(store.get(key)) == note
+        return self._rank == 0 or int(store.get(key)) == note
 
     def next_epoch(self) -> None:
-        """Let rank 0 leave its note of the next epoch, too: the others may not have seen the last one's."""
-        if self._rank == 0 and self._key is not None:
-            self._settled = not dist.is_initialized()
+        """Compare anew: an order may differ in a later epoch only."""
+        self._settled = self._key is None or not dist.is_initialized()

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from .draws import Draws
 from .order import shared_out
 from .same_order import digest
 
@@ -18,18 +19,27 @@ class StreamShare(IterableDataset[Any]):
     """Yields this rank's samples of a stream, in the order and with the batches of one reader.
 
     A stream may share itself out among worker processes, by ``get_worker_info``: it is told of none here, as
-    what it leaves out would be missing. A worker keeps the batches that torch's loader takes from it: those
+    what it leaves out would be missing. What it draws from the global generators comes from ``seed`` and the
+    epoch, in every process. A worker keeps the batches that torch's loader takes from it: those
     whose number, modulo the workers, is its own.
     """
 
     def __init__(
-        self, stream: IterableDataset[Any], *, batch_size: int, rank: int, ranks: int, drop_last: bool
+        self,
+        stream: IterableDataset[Any],
+        *,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        drop_last: bool,
+        seed: int,
     ) -> None:
         self._stream = stream
         self._step_samples = batch_size * ranks
         self._rank = rank
         self._ranks = ranks
         self._drop_last = drop_last
+        self._seed = seed
         # In shared memory: worker processes that live on hear of the next epoch.
         self._where = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self.first: int | None = None
@@ -46,18 +56,17 @@ class StreamShare(IterableDataset[Any]):
             set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._share(start, worker, workers)
+        return self._share(Draws(self._seed + epoch), start, worker, workers)
 
-    def _share(self, start: int, worker: int, workers: int) -> Iterator[Any]:
+    def _share(self, draws: Draws, start: int, worker: int, workers: int) -> Iterator[Any]:
         samples = _told_of_no_workers(self._stream)
-        begun = list(islice(samples, self._ranks))  # what fills up the last batch of all ranks
-        self.first = digest(begun[0]) if begun else None
+        with draws.active():
+            begun = list(islice(samples, self._ranks))  # what fills up the last batch of all ranks
+        self.first = digest(begun) if begun else None
         rest = islice(chain(begun, samples), start, None)
-        number = 0
-        while block := list(islice(rest, self._step_samples)):
+        for number, block in enumerate(draws.blocks(rest, self._step_samples)):
             if number % workers == worker:
-                yield from shared_out(iter(block), begun, self._rank, self._ranks, self._drop_last)
-            number += 1
+                yield from shared_out([block], begun, self._rank, self._ranks, self._drop_last)
 
 
 def _told_of_no_workers(stream: IterableDataset[Any]) -> Iterator[Any]:

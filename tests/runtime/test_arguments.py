@@ -114,7 +114,7 @@ EXPECTED = (
     "model_parameters: entry 1 is not a param group, unlike entry 0",
     'model_parameters: entry 0 is a dict without "params"',
     "model_parameters: expected an iterable",
-    "training_data: expected a dataset with __len__ and __getitem__, or None, got DataLoader",
+    "(a DataLoader goes to engine.dataloader), got DataLoader",
     "training_data: expected a dataset",
     "training_data: expected a dataset",
     "lr_scheduler: expected an object with step(), a callable that makes one from an optimizer, or None",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +21,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -26,7 +30,7 @@ from torch.utils.data import (
 import zlaunch
 from tests.runtime.models import config
 from tests.runtime.workers import run_workers
-from zlaunch.runtime.data import EngineLoader, LoaderOptions
+from zlaunch.runtime.data import EngineLoader, LoaderOptions, read_source
 from zlaunch.runtime.data.order import Permutation, Shuffled
 from zlaunch.runtime.data.same_order import digest
 from zlaunch.runtime.errors import ParameterError
@@ -213,6 +217,110 @@ def test_the_last_batch_is_left_out_alike_on_all_ranks() -> None:
         assert max(together.values()) == 1 and len(together) == (42 if kind == "batches" else 36)
 
 
+class Drawn(IterableDataset[int]):
+    """Draws its order from a global generator, as most shuffles do."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Any:
+        if self.kind == "torch":
+            return iter(torch.randperm(24).tolist())
+        if self.kind == "numpy":
+            return iter(numpy.random.permutation(24).tolist())
+        return iter(random.sample(range(24), 24))
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_draw_from_a_global_generator_is_the_same_everywhere(kind: str) -> None:
+    """In each process and rank, whatever seeds these have, and after a resume; the model's goes on."""
+    orders = []
+    for workers in (0, 2):
+        for rank in range(2):
+            torch.manual_seed(rank)
+            random.seed(rank)
+            numpy.random.seed(rank)
+            options = LoaderOptions(num_workers=workers)
+            loader = EngineLoader(Drawn(kind), batch_size=3, rank=rank, world_size=2, options=options)
+            before = (torch.rand(()), random.random(), numpy.random.rand())
+            orders.append([flat(read(loader)), flat(read(loader))])
+            torch.manual_seed(rank)
+            random.seed(rank)
+            numpy.random.seed(rank)
+            assert before == (torch.rand(()), random.random(), numpy.random.rand())
+            loader.load_state_dict({"epoch": 2, "samples": 12})
+            assert flat(read(loader)) == orders[-1][1][6:]
+    assert orders[:2] == orders[2:] and orders[0][0] != orders[0][1]
+    for epoch in range(2):
+        assert sorted(orders[0][epoch] + orders[1][epoch]) == list(range(24))
+
+
+def test_a_script_that_seeds_its_shuffle_has_its_seed() -> None:
+    def order(seed: int, kind: str) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        weights: Any = torch.ones(24)
+        data: Any = range(24)
+        if kind == "shuffle":
+            source = read_source(DataLoader(data, 2, shuffle=True, generator=generator), rank=0, ranks=1)
+        else:
+            sampler = WeightedRandomSampler(weights, 24, replacement=False, generator=generator)
+            source = read_source(DataLoader(data, 2, sampler=sampler), rank=0, ranks=1)
+        options: Any = {"shuffle": source.shuffle, "sampler": source.sampler, "seed": source.seed or 0}
+        return flat(read(EngineLoader(data, batch_size=2, rank=0, world_size=1, **options)))
+
+    for kind in ("shuffle", "weighted"):
+        assert order(3, kind) == order(3, kind) != order(4, kind)
+
+
+def test_a_look_at_a_batch_is_no_epoch() -> None:
+    trained = 0
+    loader = make("indices", NUMEL, 0, 1, 8, clock=lambda: trained)
+    whole = read(make("indices", NUMEL, 0, 1, 8))
+    next(iter(loader))
+    for number, batch in enumerate(loader):
+        assert batch.tolist() == whole[number]
+        trained += 1
+        if number == 2:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["samples"]) == (1, 24)
+    again = make("indices", NUMEL, 0, 1, 8, clock=lambda: trained)
+    again.load_state_dict(state)
+    next(iter(again))
+    assert read(again) == whole[3:], "the rest of the epoch, also after a look"
+
+
+def test_a_pass_that_another_has_ended_goes_no_further() -> None:
+    loader = make("indices", NUMEL, 0, 1, 8, clock=iter(range(100)).__next__)
+    older = iter(loader)
+    next(older)
+    next(iter(loader))
+    with pytest.raises(RuntimeError, match="iterate over the loader anew"):
+        next(older)
+    older = iter(loader)
+    next(older)
+    loader.load_state_dict({"epoch": 1, "samples": 16})
+    with pytest.raises(RuntimeError, match="a checkpoint was loaded"):
+        next(older)
+    assert loader.state_dict()["samples"] == 16
+
+
+def test_data_of_another_length_begin_the_epoch_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    before = make("indices", 24, 0, 1, 4)
+    read(before, 3)
+    after = make("indices", 30, 0, 1, 4)
+    after.load_state_dict(before.state_dict())
+    assert (
+        "an epoch had 24 samples in the run that wrote the checkpoint and has 30 now"
+        in capsys.readouterr().out
+    )
+    assert sorted(flat(read(after))) == list(range(30)) and after.epoch == 1
+    batches = make("batches", 24, 0, 1, 4)
+    batches.load_state_dict(before.state_dict())
+    assert "does not count batches" in capsys.readouterr().out
+    assert sorted(flat(read(batches))) == list(range(24)) and batches.epoch == 1
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 48, 1000, 70001])
 def test_a_computed_order_has_each_index_once(length: int) -> None:
     places = torch.arange(length)
@@ -247,6 +355,8 @@ def test_a_position_of_an_earlier_version_keeps_its_order(monkeypatch: pytest.Mo
 
 def test_a_digest_is_of_the_contents() -> None:
     values: list[Any] = [1, 1.0, "1", b"1", [1], {"a": 1}, torch.ones(1), torch.ones(1, 1), {"b", "a"}, None]
+    values += [torch.eye(2).to_sparse(), SimpleNamespace(x=1), SimpleNamespace(x=2), numpy.ones(1)]
+    values += [numpy.array([[1], [2, 3]], dtype=object), torch.tensor([1j]).conj()]
     assert len({digest(each) for each in values}) == len(values)
     assert digest({"x": torch.arange(3)}) == digest({"x": torch.arange(3)})
     assert digest({"x": torch.arange(3)}) != digest({"x": torch.arange(1, 4)})
@@ -294,6 +404,9 @@ def _refusals() -> list[str]:
         lambda: in_turn(engine.dataloader(DataLoader(data, 2, sampler=OwnOrder()))),
         lambda: engine.dataloader(DataLoader(data, 2, sampler=DistributedSampler(data, 4, 1))),
         lambda: engine.dataloader(DataLoader(data, 2), batch_size=3),
+        lambda: in_turn(engine.dataloader(Subset(data, range(rank, 24, 2)))),
+        lambda: engine.dataloader(data, batch_size=0),
+        lambda: engine.dataloader(iter(data)),
         lambda: engine.dataloader(engine.dataloader(data).loader.__class__(data, batch_sampler=_Mine(data))),
     ):
         try:
@@ -315,11 +428,14 @@ class _Mine(DistributedSampler[Any]):
 
 def test_what_shares_out_samples_itself_is_refused() -> None:
     first, second = run_workers(_refusals, 2)
-    assert not first[0] and "data loader 2: rank 1 reads another first sample than rank 0" in second[0]
-    assert not first[1] and "another first sample" in second[1]
+    assert not first[0] and "data loader 2 (Own): rank 1 reads other samples first than rank 0" in second[0]
+    assert not first[1] and "other samples first" in second[1]
     assert "is for rank 1 of 4, this is data-parallel rank 0 of 2" in first[2]
     assert "a DataLoader has its own batch_size" in first[3]
-    assert "_Mine yields the samples of one rank" in second[4]
+    assert "data loader" in second[4] and "(Subset): rank 1 reads other samples" in second[4]
+    assert "batch_size is 0: expected a whole number from 1 on" in second[5]
+    assert "or torch's DataLoader, got range_iterator" in second[6]
+    assert "_Mine yields the samples of one rank" in second[7]
 
 
 def _loader_of(engine: Any, kind: str) -> Any:
@@ -378,6 +494,19 @@ def test_an_epoch_goes_on_with_other_numbers_of_ranks(tmp_path: Path, kind: str)
     assert set(seen) == set(range(NUMEL)) and sum(seen.values()) <= NUMEL + 3
 
 
+def _no_data() -> str:
+    zlaunch.init_distributed()
+    data: Any = torch.utils.data.TensorDataset(torch.ones(0, 1))
+    engine, *_ = zlaunch.initialize(model=torch.nn.Linear(1, 1), config=config(1, 2), training_data=data)
+    with pytest.raises(ParameterError) as refused:
+        engine.train_batch(loss_fn=torch.nn.functional.mse_loss)
+    return str(refused.value)
+
+
+def test_data_without_a_sample_do_not_hang() -> None:
+    assert "data loader 1 (TensorDataset) yields no micro-batch" in run_workers(_no_data, 1)[0]
+
+
 def _short_epochs(micro: int, accumulation: int) -> str:
     zlaunch.init_distributed()
     data = TensorDataset(torch.arange(24))
@@ -391,6 +520,6 @@ def _short_epochs(micro: int, accumulation: int) -> str:
 
 def test_an_epoch_without_a_step_is_said() -> None:
     first, second = run_workers(_short_epochs, 2, 2, 8)
-    assert "training_data: a rank gets 6 micro-batches per epoch, but a step needs 8" in first
-    assert "training_data" not in second
-    assert "training_data" not in run_workers(_short_epochs, 2, 2, 6)[0]
+    assert "data loader 1 (TensorDataset): a rank gets 6 micro-batches per epoch, but a step needs 8" in first
+    assert "data loader" not in second
+    assert "data loader" not in run_workers(_short_epochs, 2, 2, 6)[0]
