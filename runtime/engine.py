@@ -316,8 +316,8 @@ class Engine(nn.Module):
 
         Args:
             data: A data set with ``__len__`` and ``__getitem__``, an IterableDataset, or a DataLoader that
-                reads all samples on every rank. A sampler with a ``generator`` draws from the seed of the
-                config.
+                reads all samples, in the same order, on every rank. Its shuffle follows from the seed of its
+                generator or DistributedSampler, otherwise from ``data_loader.seed``, and from the epoch.
             batch_size: Samples of a batch on one rank; default: ``train_micro_batch_size_per_gpu``.
             shuffle: Whether each epoch has a new order; default: ``data_loader.shuffle``, and False without
                 ``training``.
@@ -326,9 +326,9 @@ class Engine(nn.Module):
             training: False for validation: in order, with all samples (``dataloader_drop_last``, DeepSpeed's
                 key, holds here too), and checkpoints do not store the position.
 
-        Raises ParameterError for a loader or sampler that shares out the samples itself, and at the first
-        batch where ranks read different orders. A warning says so if an epoch has fewer micro-batches than a
-        step, which then ends in a later epoch.
+        Raises ParameterError for a loader or sampler that shares out the samples itself, and in the first
+        batches of an epoch in which ranks read different orders. A warning says so if an epoch has fewer
+        micro-batches than a step, which then ends in a later epoch.
         """
         check_data(data, batch_size, shuffle, num_workers)
         self._loaders_made += 1

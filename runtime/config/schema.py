@@ -219,8 +219,8 @@ class InMemorySection(Section):
 
 
 class DataLoaderSection(Section):
-    """How engine.dataloader and training_data read a dataset (zlaunch's own section). A DataLoader keeps its
-    own options."""
+    """Sets how engine.dataloader and training_data read a dataset (zlaunch's own section). A DataLoader keeps
+    its own options."""
 
     shuffle: Bool = ok(True)
     """Give the samples a new order in each epoch."""

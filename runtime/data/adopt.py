@@ -60,14 +60,13 @@ def check_data(data: Any, batch_size: Any, shuffle: Any, num_workers: Any) -> No
 def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource:
     """Return what a DataLoader of the script reads, all of it, on the data-parallel ``rank`` of ``ranks``.
 
-    Its order is zlaunch's where it has none of its own: that of a shuffle, with the seed of its generator, or
-    of a DistributedSampler, with the sampler's seed. Raises ParameterError for a loader that shares out its
-    samples in a way of its own.
+    A shuffle keeps the seed of its generator, and a DistributedSampler its own seed. Raises ParameterError
+    for a loader whose class or sampler splits the samples between the ranks.
     """
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ParameterError(
-            f"engine.dataloader: {type(loader).__name__} is a loader with an iteration of its own: pass the "
-            "dataset, or torch's DataLoader"
+            f"engine.dataloader: {type(loader).__name__} overrides DataLoader.__iter__, so its order is "
+            "unknown: pass the dataset, or a plain DataLoader"
         )
     if not getattr(loader, "in_order", True):
         raise ParameterError(
@@ -129,6 +128,6 @@ def _refuse_shared(sampler: Any) -> None:
     if sampler is not None and getattr(sampler, "num_replicas", 1) != 1:
         raise ParameterError(
             f"engine.dataloader: {type(sampler).__name__} yields the samples of one rank (it has "
-            "num_replicas): pass a sampler that yields those of all ranks, or iterate over the DataLoader "
-            "itself"
+            "num_replicas): pass a sampler that yields the samples of all ranks, or iterate over the "
+            "DataLoader itself"
         )

@@ -17,7 +17,8 @@ import torch
 
 T = TypeVar("T")
 
-_LARGEST = 1 << 63
+LARGEST_SEED = 1 << 63
+"""Bounds the seeds of torch's generators."""
 _LARGEST_NUMPY = 1 << 32
 
 
@@ -25,7 +26,7 @@ class Draws:
     """Holds generators of torch (on the CPU), Python and numpy, which begin with a seed."""
 
     def __init__(self, seed: int) -> None:
-        self._torch = torch.Generator().manual_seed(seed % _LARGEST).get_state()
+        self._torch = torch.Generator().manual_seed(seed % LARGEST_SEED).get_state()
         self._python = random.Random(seed).getstate()
         # numpy takes 36 us to copy a state, and nothing to change the generator.
         self._numpy = numpy.random.MT19937(numpy.random.SeedSequence(seed % _LARGEST_NUMPY))
@@ -33,7 +34,9 @@ class Draws:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let the global generators be these ones."""
-        others = torch.get_rng_state(), random.getstate(), numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        torchs = torch.get_rng_state()
+        pythons = random.getstate()
+        numpys = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
@@ -42,9 +45,9 @@ class Draws:
         finally:
             self._torch = torch.get_rng_state()
             self._python = random.getstate()
-            torch.set_rng_state(others[0])
-            random.setstate(others[1])
-            numpy.random.set_bit_generator(others[2])  # type: ignore[attr-defined]
+            torch.set_rng_state(torchs)
+            random.setstate(pythons)
+            numpy.random.set_bit_generator(numpys)  # type: ignore[attr-defined]
 
     def blocks(self, units: Iterator[T], size: int) -> Iterator[list[T]]:
         """Yield the units in blocks of ``size``, each read with these generators; the last may be smaller."""

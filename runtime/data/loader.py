@@ -13,6 +13,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 
 from ..errors import ParameterError
 from ..log import warn
+from .draws import LARGEST_SEED
 from .order import Given, SampleOrder, Shuffled
 from .same_order import SameOrder, digest
 from .stream import CollatedWithNote, StreamShare
@@ -187,7 +188,8 @@ class EngineLoader:
         self._first = None
         self._same_order.next_epoch()
         # Transforms in worker processes draw other numbers on each rank and in each epoch.
-        self._generator.manual_seed((self._seed + (self.epoch - 1) * self._ranks + self._rank) % (1 << 63))
+        number = (self.epoch - 1) * self._ranks + self._rank
+        self._generator.manual_seed((self._seed + number) % LARGEST_SEED)
         if self._units is not None:
             self._units.epoch = self.epoch - 1
             self._units.start = self._resumed
@@ -215,7 +217,7 @@ class EngineLoader:
                 self.taken += 1
                 if self._first is not None:
                     self._check_order(self._first)
-            elif self._clock is not None:  # the position is that of the later pass
+            elif self._clock is not None:  # checkpoints store the position of the later pass
                 raise RuntimeError(
                     f"{self.name}: this pass has ended, as another was begun or a checkpoint was loaded: "
                     "iterate over the loader anew"

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .draws import Draws
+from .draws import LARGEST_SEED, Draws
 
 T = TypeVar("T")
 
@@ -24,9 +24,9 @@ _DRAWN_NUMEL = 1 << 24
 _CHUNK = 4096
 _ROUNDS = 6
 _BLOCKS = 8
-"""Counts a rank's units that are read at a time from a sampler of the script."""
+"""Limits how many units of each rank are read from a sampler at a time."""
 _COMPARED = 64
-"""Counts the units of a sampler that ranks compare: different orders may begin alike, as with the longest."""
+"""Limits how many units the ranks compare. One is too few: samplers may start with the longest sample."""
 
 
 class SampleOrder(Protocol):
@@ -110,10 +110,10 @@ class Shuffled:
         if not self._shuffle:
             return lambda places: places
         if self.drawn:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
+            generator = torch.Generator().manual_seed((self._seed + epoch) % LARGEST_SEED)
             drawn = torch.randperm(self._length, generator=generator)
             return lambda places: drawn[places]
-        return Permutation(self._length, self._seed + epoch)
+        return Permutation(self._length, (self._seed + epoch) % LARGEST_SEED)
 
 
 class Permutation:
@@ -161,9 +161,9 @@ def _mix(values: Any) -> Any:
 class Given:
     """Is the order of a script's sampler or batch sampler, which yields the units of all ranks.
 
-    It is told the epoch by ``set_epoch``. A ``generator`` of torch begins each epoch with its own first seed
-    plus the epoch's number; other draws come from ``seed``. So every rank and a resumed run have the same
-    order.
+    Each epoch calls the sampler's ``set_epoch``, and seeds its torch ``generator`` with the seed it had at
+    first plus the epoch. Draws from global generators follow from ``seed``. So every rank and every resumed
+    run gets the same order.
     """
 
     def __init__(self, sampler: Iterable[Any], *, seed: int) -> None:
@@ -194,4 +194,4 @@ class Given:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             first = self._seeds.setdefault(id(sampler), generator.initial_seed())
-            generator.manual_seed((first + epoch) % (1 << 63))
+            generator.manual_seed((first + epoch) % LARGEST_SEED)

@@ -1,7 +1,7 @@
 """Finds out whether all ranks see the same order of samples, without waiting for any of them.
 
-Ranks share out one order. Where each has another, that of its own shard or of an unseeded shuffle, samples
-would be left out and others come twice, without a word.
+Each rank takes its share of one order. If the ranks read different orders, because of their own shards or an
+unseeded shuffle, some samples are never read and others are read twice.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from .same_order import digest
 class StreamShare(IterableDataset[Any]):
     """Yields this rank's samples of a stream, in the order and with the batches of one reader.
 
-    A stream may share itself out among worker processes, by ``get_worker_info``: it is told of none here, as
-    what it leaves out would be missing. What it draws from the global generators comes from ``seed`` and the
-    epoch, in every process. A worker keeps the batches that torch's loader takes from it: those
-    whose number, modulo the workers, is its own.
+    ``get_worker_info`` returns None to the stream: a stream that splits itself between workers would be split
+    twice. Its draws from global generators follow from ``seed`` and the epoch, in every process. Worker ``i``
+    of ``n`` keeps the batches ``i``, ``i + n``, and so on, because torch's loader asks the workers in turn.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class StreamShare(IterableDataset[Any]):
         # In shared memory: worker processes that live on hear of the next epoch.
         self._where = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self.first: int | None = None
-        """Identifies the first sample of the stream, once that was read in this process."""
+        """Identifies the first samples of the stream, once they were read in this process."""
 
     def begin(self, epoch: int, start: int) -> None:
         """Set the epoch, and how many samples of all ranks the next pass leaves out."""

@@ -205,7 +205,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     _is_compiled = False
     _in_step = False
     _shuffles = True
-    """Whether :meth:`deepspeed_io` gives training data a new order in each epoch."""
+    """Decides whether :meth:`deepspeed_io` shuffles training data."""
     loaded_checkpoint_tag: str | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -457,7 +457,8 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """Make a loader of this rank's share; ``route`` "eval" and "predict" keep the order. With a
-        sampler of the caller's it is torch's DataLoader over that.
+        sampler of the caller's it is torch's DataLoader over that. ``pin_memory`` is accepted and not used:
+        ``data_loader.pin_memory`` of the config decides.
         """
         if data_sampler is not None:
             return torch.utils.data.DataLoader(
