@@ -16,6 +16,14 @@ axis).
   times the number of ranks (``parallel.collectives.total``). D has that number with "sum", too.
 - Tensor axis: ranks have the same loss, and gradients of their own parts. Pipeline axis: one stage has the
   loss. Neither counts.
+- ``loss_reduction`` "tokens": the loss L(r, m) is a mean over n(r, m) tokens, and each token counts the same:
+
+      g = 1/T * sum over r and m of the gradient of  L(r, m) * n(r, m),   T = sum of n(r, m)
+
+  T is known once all ranks have ended their passes: the step's all-reduce sums n. Until then losses are
+  multiplied by S * n / (1024 * N) instead of S / N, and D = S * T / (1024 * N) * (ranks of the sequence
+  axis). The factor 1024 keeps sums in 16 bits in range, and rounds nothing. Ranks of a tensor, sequence or
+  pipeline group count the same tokens: T is the sum over all ranks divided by their number.
 - ``prescale_gradients`` divides by P what is sent, and D by P afterwards: rounding changes, nothing else.
   What a rank keeps for itself (1-bit optimizers) is not divided, and D is not either.
 """
@@ -24,8 +32,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .config import Config
 from .mesh import MeshShape
+
+_TOKENS_SCALE = 1024.0
+"""Divides numbers of tokens: see Note [Averaging]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,10 @@ class Averaging:
     """Tells whether gradients are averaged over samples; else they are added up."""
     predivide: float
     """Divides gradients before they are sent."""
+    by_tokens: bool
+    """Tells whether losses are weighted by their numbers of tokens."""
+    sharers: int
+    """Counts the ranks that count the same tokens: those of a tensor, a sequence and a pipeline group."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape) -> Averaging:
@@ -57,13 +74,29 @@ class Averaging:
             sequence=mesh.sequence,
             is_mean=config.gradient_allreduce_op == "mean",
             predivide=predivide,
+            by_tokens=config.loss_reduction == "tokens",
+            sharers=mesh.tensor * mesh.sequence * mesh.pipeline,
         )
 
-    def divisor(self, *, is_predivided: bool) -> float:
-        """Return the divisor of the sum of all ranks' gradients, but for the loss scale. ``is_predivided``:
-        they were divided by ``predivide`` before they were sent.
+    def share(self, scale: float | Tensor, tokens: int | Tensor | None) -> float | Tensor:
+        """Return the factor of a micro-batch's loss. ``scale`` is the loss scale; ``tokens`` its number of
+        tokens, None where losses are not weighted.
         """
-        whole = float(self.sequence * (self.samples if self.is_mean else 1))
+        if tokens is None:
+            return scale / self.accumulation
+        return scale * tokens / (_TOKENS_SCALE * self.accumulation)
+
+    def divisor(self, *, is_predivided: bool, tokens: float | Tensor = 0.0) -> float | Tensor:
+        """Return the divisor of the sum of all ranks' gradients, but for the loss scale.
+
+        ``is_predivided``: they were divided by ``predivide`` before they were sent. ``tokens``: the sum over
+        all ranks of the numbers of tokens that each has counted in the step; 0 for unknown, or where they do
+        not count. Without any token the gradient is zero, and so is what it makes with a divisor for one.
+        """
+        whole: float | Tensor = float(self.sequence * (self.samples if self.is_mean else 1))
+        if self.by_tokens:
+            least = tokens.clamp(min=1.0) if isinstance(tokens, Tensor) else max(tokens, 1.0)
+            whole = least * (self.sequence / (self.sharers * _TOKENS_SCALE * self.accumulation))
         return whole / self.predivide if is_predivided else whole
 
     def table(self) -> list[tuple[str, str, str]]:
@@ -78,6 +111,11 @@ class Averaging:
                 f"{data} * sequence ranks {self.sequence}",
             ),
         ]
+        if self.by_tokens:
+            rows = [
+                ("each loss is multiplied by", "its number of tokens", "loss_reduction"),
+                ("the sum of gradients is divided by", "the step's number of tokens", "loss_reduction"),
+            ]
         if self.predivide != 1.0:
             rows.append(
                 (

@@ -50,6 +50,7 @@ from .optim.registry import (
     build_optimizer,
     build_scheduler,
     check_local_steps,
+    check_loss_reduction,
     check_narrow,
     check_step_in_backward,
     choose_method,
@@ -191,6 +192,7 @@ def build_engine(
     whole = client is not None and _needs_whole(client, effective, comm)
     check_step_in_backward(client, effective, comm, whole=whole)
     check_local_steps(client, effective.config, comm)
+    check_loss_reduction(client, effective.config)
 
     # 6. The plan of units, and whether a rank's memory suffices for it: before any of it is allocated.
     blocks, options = _plan(model, effective, comm)

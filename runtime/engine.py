@@ -154,7 +154,7 @@ class Engine(nn.Module):
         """Are called after every optimizer step."""
         if scaler.used:
             sharded.loss_scaling.factor = lambda: scaler.factor
-        sharded.loss_scaling.micro_share = lambda: 1.0 / self.averaging.accumulation
+        sharded.loss_scaling.micro_share = self._own_share
         self._schedule = WholeSteps(self)
         self._prepare_pass()
 
@@ -536,38 +536,98 @@ class Engine(nn.Module):
         self._states.check("a forward pass", VALUES)
         self.handles.take_unfrozen()
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate the loss of one micro-batch (mean over its samples) and return the loss.
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        num_tokens: int | Tensor | None = None,
+    ) -> Tensor:
+        """Back-propagate the loss of one micro-batch and return the loss.
 
-        Divides the loss by the number of micro-batches in a step first; pass ``scale_wrt_gas=False`` if the
-        script has divided it. :meth:`step` averages gradients over the ranks.
+        Divides the loss, a mean over the samples, by the number of micro-batches in a step first; pass
+        ``scale_wrt_gas=False`` if the script has divided it. :meth:`step` averages gradients over the ranks.
+
+        With ``loss_reduction`` "tokens" in the config, the loss is a mean over ``num_tokens`` tokens, and
+        each token of all micro-batches and ranks counts the same. A tensor with one whole number may be on
+        any device. Ranks of a sequence group pass the number of whole sequences. A loss of no tokens (0) may
+        be NaN, as torch's cross_entropy returns: it counts as nothing.
+
+        Raises TypeError for a loss or a number of tokens of another type, RuntimeError for a loss that is not
+        a single number or depends on no parameter, ParameterError for ``num_tokens`` without
+        ``loss_reduction`` "tokens", or the other way round.
         """
         self._schedule.check_call("engine.backward()")
         _check_loss(loss)
+        tokens = self._checked_tokens(num_tokens, "call engine.backward(loss, num_tokens=...)")
+        if tokens is not None and not scale_wrt_gas:
+            raise ParameterError(
+                'scale_wrt_gas=False: with loss_reduction "tokens" the engine divides by the tokens of all '
+                "micro-batches, so pass a loss that the script has not divided"
+            )
         self._guard("engine.backward()", VALUES, GRADIENTS)
         self._method.before_backward(retain_graph=retain_graph)
         with self._around("backward"):
             if not loss.requires_grad:
                 raise RuntimeError("the loss does not depend on any trainable parameter")
             self._prepare_pass()
-            scaled = self._scaled(loss, scale_wrt_gas)
+            if tokens is not None:
+                loss = without_empty(loss, tokens)
+            scaled = self._scaled(loss, divide=scale_wrt_gas, tokens=tokens)
             passes = self._reducer.passes
             try:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             finally:
                 self._sharded.loss_scaling.loss_is_scaled = False
-            self._note_loss(loss, passes, is_share=not scale_wrt_gas)
+            self._note_loss(loss, passes, is_share=not scale_wrt_gas, tokens=tokens)
             self._missing_step.note_backward(self.gradient_accumulation_steps(), is_first=not passes)
             return loss
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss multiplied by the loss scale and divided by the number of micro-batches. The
-        caller's plain ``.backward()`` on it has to come next.
+    def scale(self, loss: Tensor, *, num_tokens: int | Tensor | None = None) -> Tensor:
+        """Return the loss multiplied by the loss scale and divided by the number of micro-batches, or
+        weighted by ``num_tokens`` as in :meth:`backward`. The caller's plain ``.backward()`` on it has to
+        come next.
         """
-        self._note_loss(loss, self._reducer.passes)
-        return self._scaled(loss, True)
+        tokens = self._checked_tokens(num_tokens, "call engine.scale(loss, num_tokens=...)")
+        if tokens is not None:
+            loss = without_empty(loss, tokens)
+        self._note_loss(loss, self._reducer.passes, tokens=tokens)
+        return self._scaled(loss, divide=True, tokens=tokens)
 
-    def _note_loss(self, loss: Tensor, passes: int, *, is_share: bool = False) -> None:
+    def _checked_tokens(self, tokens: int | Tensor | None, advice: str) -> int | Tensor | None:
+        """Return a number of tokens, a tensor on the device; None where losses are not weighted. Raises
+        ParameterError with ``advice`` where the number is missing, and where the config does not use it;
+        TypeError or ValueError for what is no number of tokens.
+        """
+        by_tokens = self._effective.config.loss_reduction == "tokens"
+        if tokens is None:
+            if by_tokens:
+                raise ParameterError(
+                    f'loss_reduction is "tokens": {advice} with the number of tokens that the loss is a mean '
+                    'of, such as (labels != -100).sum(). "mean" needs no number'
+                )
+            return None
+        if not by_tokens:
+            raise ParameterError(
+                'num_tokens has no effect: set "loss_reduction": "tokens" in the config, or leave it out'
+            )
+        return _whole_number(tokens, self.device)
+
+    def _own_share(self) -> float:
+        """Return a micro-batch's part of a step for a backward pass that the script starts by itself. Raises
+        ParameterError where that depends on its number of tokens.
+        """
+        if self._effective.config.loss_reduction == "tokens":
+            raise ParameterError(
+                'loss_reduction is "tokens": call engine.backward(loss, num_tokens=...) instead of '
+                "loss.backward()"
+            )
+        return 1.0 / self.averaging.accumulation
+
+    def _note_loss(
+        self, loss: Tensor, passes: int, *, is_share: bool = False, tokens: int | Tensor | None = None
+    ) -> None:
         """Note the loss of a micro-batch before which the step had so many backward passes. Without any,
         gradients of earlier ones have been dropped, and their losses are, too. ``is_share``: the caller has
         divided it by the number of micro-batches, as the Trainer does.
@@ -575,13 +635,14 @@ class Engine(nn.Module):
         if not passes:
             self._losses.clear()
         self.last_loss = loss.detach()
-        self._losses.note(loss, is_share=is_share)
+        self._losses.note(loss, is_share=is_share, tokens=tokens)
 
-    def _scaled(self, loss: Tensor, divide: bool) -> Tensor:
+    def _scaled(self, loss: Tensor, *, divide: bool, tokens: int | Tensor | None = None) -> Tensor:
+        """Return the loss that a backward pass starts from."""
         self._sharded.loss_scaling.loss_is_scaled = True
         factor = self._scaler.factor if self._scaler.used else 1.0
         if divide:
-            factor = factor / self.averaging.accumulation
+            factor = self.averaging.share(factor, tokens)
         return loss if isinstance(factor, float) and factor == 1.0 else loss * factor
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -736,14 +797,13 @@ class Engine(nn.Module):
             self.handles.refuse_unused()
         self._resolve_last_step()
         scaler = self._scaler
-        divisor = self.gradient_divisor()
         self._sharded.reshard_all()
         broken: list[str] = []
         if isinstance(scaler, LossScaler) and scaler.dynamic and scaler.scale <= scaler.min_scale:
             broken = self.handles.nonfinite_names()
         with torch.no_grad():
             result = self._shard_step.step(
-                divisor=divisor,
+                divisor=self._divisor_of_step,
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
                 extra_stats=self._losses.numbers(),
@@ -769,8 +829,24 @@ class Engine(nn.Module):
             observe(self)
 
     def gradient_divisor(self) -> float | Tensor:
-        """Return the divisor of the summed gradients, the loss scale included."""
-        return self._scaler.factor * self.averaging.divisor(is_predivided=self._reducer.predivides)
+        """Return the divisor of the summed gradients, the loss scale included. Raises ParameterError where it
+        depends on the tokens of all ranks, which are summed in the step.
+        """
+        if self._effective.config.loss_reduction == "tokens":
+            raise ParameterError(
+                'loss_reduction is "tokens": before engine.step() has summed the tokens of all ranks, no '
+                "average gradient can be read or set"
+            )
+        return self._divisor_of_step(())
+
+    def _divisor_of_step(self, sums: Sequence[float] | Tensor) -> float | Tensor:
+        """Return the divisor of the summed gradients; ``sums`` over the ranks are of :class:`StepLosses`."""
+        averaging = self.averaging
+        tokens = StepLosses.total_weight(sums) if averaging.by_tokens else 0.0
+        divisor = averaging.divisor(is_predivided=self._reducer.predivides, tokens=tokens)
+        if isinstance(divisor, Tensor):
+            divisor = divisor.float()  # as the kernels take it; up to 2^24 tokens it is exact
+        return self._scaler.factor * divisor
 
     def _resolve_last_step(self) -> None:
         """Find out whether the last step was skipped, and do what depends on it."""
@@ -810,8 +886,9 @@ class Engine(nn.Module):
         training_data; return the mean loss over all ranks and micro-batches. Collective.
 
         One is a dict of the model's arguments (a Hugging Face model, whose output has the loss), or a pair of
-        inputs and labels, for which ``loss_fn(output, labels)`` computes the loss. With pipeline parallelism,
-        all ranks pass the same micro-batches.
+        inputs and labels, for which ``loss_fn(output, labels)`` computes the loss. With ``loss_reduction``
+        "tokens", ``loss_fn`` returns ``(loss, num_tokens)``, or the dict has ``num_tokens``, which the model
+        is not given. With pipeline parallelism, all ranks pass the same micro-batches.
 
         Raises StopIteration at the end of the data, ParameterError for a micro-batch or a model that does not
         fit.
@@ -1069,6 +1146,33 @@ def _check_loss(loss: object) -> None:
         raise RuntimeError(f"the loss has shape {list(loss.shape)}: reduce it, for example with loss.mean()")
 
 
+def _whole_number(tokens: int | Tensor, device: torch.device) -> int | Tensor:
+    """Return a number of tokens, a tensor on a device. Raises TypeError or ValueError for another value; a
+    negative number in a tensor on a GPU is not noticed, because the host would have to wait for it.
+    """
+    if isinstance(tokens, Tensor):
+        if tokens.numel() != 1 or tokens.dtype == torch.bool or tokens.is_floating_point():
+            raise TypeError(
+                f"num_tokens is a {tokens.dtype} tensor of shape {list(tokens.shape)}, expected one whole "
+                "number, such as (labels != -100).sum()"
+            )
+        if tokens.device.type == "cpu":
+            return _whole_number(int(tokens), device)
+        return tokens.detach().reshape(()).to(device)
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"num_tokens is {tokens!r}, expected a whole number or a tensor with one")
+    if tokens < 0:
+        raise ValueError(f"num_tokens is {tokens}, expected 0 or more")
+    return tokens
+
+
+def without_empty(loss: Tensor, tokens: int | Tensor) -> Tensor:
+    """Return a loss, or zero for that of no tokens, which torch's functions return as NaN."""
+    if isinstance(tokens, int):
+        return loss if tokens else loss.nan_to_num()
+    return torch.where(tokens > 0, loss, torch.zeros_like(loss))
+
+
 def _iteration(scheduler: Any) -> int | None:
     """Return how often a scheduler of torch's or ours has stepped; None for one that counts otherwise."""
     count = getattr(scheduler, "last_batch_iteration", getattr(scheduler, "last_epoch", None))
@@ -1095,6 +1199,20 @@ def loss_in(output: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise ParameterError("the model's output has no loss: pass loss_fn(output, labels) to train_batch")
     return found
+
+
+WeightedLoss = tuple[Tensor, int | Tensor | None]
+"""A micro-batch's loss and its number of tokens; None where losses are not weighted."""
+
+
+def sum_losses(losses: Sequence[WeightedLoss], device: torch.device) -> Tensor:
+    """Return the sum of weighted losses and that of their weights, (2,) in float64 on a device."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for loss, tokens in losses:
+        weight = torch.as_tensor(1 if tokens is None else tokens, dtype=torch.float64, device=device)
+        value = loss.detach().reshape(()).to(device, torch.float64)
+        total += torch.stack([torch.where(weight > 0, value * weight, 0.0), weight])
+    return total
 
 
 NO_DATA = "engine.train_batch() needs data_iter, or training_data in initialize"
@@ -1128,11 +1246,11 @@ class WholeSteps:
             )
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         engine.module.train()
-        losses: list[Tensor] = []
+        losses: list[WeightedLoss] = []
         for each in micro_batches:
-            loss = self._loss_of_one(each)
-            engine.backward(loss)
-            losses.append(loss.detach())
+            loss, tokens = self._loss_of_one(each)
+            engine.backward(loss, num_tokens=tokens)
+            losses.append((loss.detach(), tokens))
             engine.step()
         engine.last_loss = mean = self._mean_of(losses)
         return mean
@@ -1181,11 +1299,13 @@ class WholeSteps:
             )
         return list(islice(data_iter, count))
 
-    def _loss_of_one(self, micro_batch: Any) -> Tensor:
+    def _loss_of_one(self, micro_batch: Any) -> WeightedLoss:
         engine = self._engine
         labels = None
+        tokens = None
         if isinstance(micro_batch, Mapping):
             given = {name: to_device(value, engine.device) for name, value in micro_batch.items()}
+            tokens = self.take_tokens(given)
             if self._loss_fn is not None:
                 labels = given.pop("labels", None)
             output = engine(**given)
@@ -1198,17 +1318,36 @@ class WholeSteps:
                 f"labels, got {type(micro_batch).__name__}"
             )
         if self._loss_fn is None:
-            return loss_in(output)
-        return self._loss_fn(output) if labels is None else self._loss_fn(output, labels)
+            return self.weighted(loss_in(output), tokens)
+        found = self._loss_fn(output) if labels is None else self._loss_fn(output, labels)
+        return self.weighted(found, tokens)
 
-    def _mean_of(self, losses: list[Tensor]) -> Tensor:
-        engine = self._engine
-        comm = engine.comm
-        own = torch.stack(losses).mean()
-        total: Tensor = own.double()
-        comm.all_reduce_scalars(total, "sums the losses")
-        mean: Tensor = total / comm.world_size
-        return mean.to(torch.promote_types(own.dtype, torch.float32))
+    def take_tokens(self, inputs: dict[str, Any]) -> Any:
+        """Take the number of tokens out of a micro-batch, if it has one and losses are weighted by it."""
+        by_tokens = self._engine.effective_config.loss_reduction == "tokens"
+        return inputs.pop("num_tokens", None) if by_tokens else None
+
+    def weighted(self, found: Any, tokens: Any) -> WeightedLoss:
+        """Return a loss and its number of tokens, None where losses are not weighted. ``found`` is a loss, or
+        the pair that a ``loss_fn`` has returned; ``tokens`` is what the micro-batch says. Raises what
+        :meth:`Engine.backward` does.
+        """
+        loss = found
+        if isinstance(found, tuple) and len(found) == 2:
+            if tokens is not None:
+                raise ParameterError(
+                    "both loss_fn and the micro-batch give num_tokens: leave one of them out"
+                )
+            loss, tokens = found
+        _check_loss(loss)
+        advice = 'add "num_tokens" to the micro-batch, or return (loss, num_tokens) from loss_fn,'
+        return loss, self._engine._checked_tokens(tokens, advice)
+
+    def _mean_of(self, losses: list[WeightedLoss]) -> Tensor:
+        """Return the mean over micro-batches and ranks, by tokens where these count. Collective."""
+        total = sum_losses(losses, self._engine.device)
+        self._engine.comm.all_reduce_scalars(total, "sums the losses")
+        return (total[0] / total[1]).to(torch.promote_types(losses[0][0].dtype, torch.float32))
 
 
 def _endless(loader: EngineLoader) -> Iterator[Any]:

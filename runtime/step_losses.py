@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +33,8 @@ class StepLosses:
         self._world_size = world_size
         self._samples = samples
         self._sum: Tensor | None = None
-        self._count = 0
+        self._weight: float | Tensor = 0.0
+        self._has_some = False
         self._steps = self._equal = 0
         self._coming: list[HostCopy] = []
         self._has_warned = False
@@ -41,41 +43,46 @@ class StepLosses:
         none.
         """
 
-    def note(self, loss: Tensor, *, is_share: bool = False) -> None:
+    def note(self, loss: Tensor, *, is_share: bool = False, tokens: int | Tensor | None = None) -> None:
         """Add the loss of one micro-batch, if it is a single number. ``is_share``: the caller has divided it,
-        so that the losses of a step add up.
+        so that the losses of a step add up. ``tokens``: the number of tokens that it is a mean of, which is
+        its weight; None where all losses have the same.
         """
         if loss.numel() != 1:
             return
         value = loss.detach().reshape(()).double()
+        if tokens is not None:
+            value = value * tokens
         self._sum = value if self._sum is None else self._sum + value
-        self._count = 1 if is_share else self._count + 1
+        self._has_some = True
+        self._weight = 1.0 if is_share else self._weight + (1.0 if tokens is None else tokens)
 
     def clear(self) -> None:
         """Forget the losses since the last step."""
         self._sum = None
-        self._count = 0
+        self._weight = 0.0
+        self._has_some = False
 
     def numbers(self) -> Tensor:
-        """Return the sum and the number of losses, and in the first steps what tells whether the sums of all
-        ranks are equal to the bit: as many numbers on all ranks.
+        """Return the sum of the losses and that of their weights, and in the first steps what tells whether
+        the sums of all ranks are equal to the bit: as many numbers on all ranks.
 
         Of each part of the bits, w, there are w and its square: n ranks have equal ones if n times the sum
         of the squares is the square of the sum. Both are exact in float64 for up to 1024 ranks.
         """
         own = torch.zeros((), device=self._device, dtype=torch.float64) if self._sum is None else self._sum
         own = own.to(self._device)
-        count = torch.full_like(own, self._count)
+        weight = torch.zeros_like(own) + self._weight
         if not self._compares:
-            return torch.stack([own, count])
+            return torch.stack([own, weight])
         bits = own.to(torch.float32).view(torch.int32)
         mask = (1 << _WORD_BITS) - 1
         words = [(bits >> (_WORD_BITS * at) & mask).double() for at in range(_WORDS)]
-        return torch.stack([own, count, *words, *(word.square() for word in words)])
+        return torch.stack([own, weight, *words, *(word.square() for word in words)])
 
     def take(self, sums: Sequence[float] | Tensor) -> None:
         """Take the sums over the ranks at the end of a step, where they are, and begin the next one."""
-        self.mean = sums[0] / sums[1] if self._count else None
+        self.mean = self.weighted_mean(sums) if self._has_some else None
         self.clear()
         if not self._compares:
             return
@@ -89,6 +96,18 @@ class StepLosses:
         self._coming.append(HostCopy([is_equal.double()]))
         self._steps += 1
         self._look()
+
+    @staticmethod
+    def weighted_mean(sums: Sequence[float] | Tensor) -> float | Tensor:
+        """Return the mean loss of a step from the sums over the ranks; NaN where nothing has a weight."""
+        if isinstance(sums, Tensor):
+            return sums[0] / sums[1]
+        return sums[0] / sums[1] if sums[1] else math.nan
+
+    @staticmethod
+    def total_weight(sums: Sequence[float] | Tensor) -> float | Tensor:
+        """Return the sum of the losses' weights from the sums over the ranks."""
+        return sums[1]
 
     @property
     def _compares(self) -> bool:

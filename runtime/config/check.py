@@ -213,6 +213,9 @@ def cross(config: Config, report: ConfigReport) -> Config:
     _precision(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
+    if config.gradient_allreduce_op == "sum" and config.loss_reduction == "tokens":
+        why = '"tokens" averages over the tokens of all ranks, which gradient_allreduce_op "sum" contradicts'
+        problems.append(("loss_reduction", why))
     if config.gradient_predivide_factor != 1 and not config.prescale_gradients:
         why = 'no effect without "prescale_gradients": true'
         report.warnings.append(("gradient_predivide_factor", why))
@@ -491,6 +494,9 @@ def _backward_step(config: Config, report: ConfigReport) -> None:
         or config.autocast[0] == "fp16",
         f"is not supported with {' and '.join(offloads)}: offloaded steps need the norm first": bool(
             offloads
+        ),
+        'is not supported with loss_reduction "tokens": all tokens are known after the backward pass': (
+            config.loss_reduction == "tokens"
         ),
         "is not supported with pipeline parallelism: a step has several backward passes": pipeline_size(
             config

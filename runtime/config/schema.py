@@ -437,6 +437,10 @@ class Config(Section):
     """Divisor used by prescale_gradients."""
     gradient_allreduce_op: Literal["mean", "sum"] = ok("mean")
     """Reduction of gradients over the ranks; stage 3 does not support "sum"."""
+    loss_reduction: Literal["mean", "tokens"] = ok("mean")
+    """Weight of a micro-batch's loss in a step: "mean" gives all micro-batches of all ranks the same weight;
+    "tokens" weights each by the num_tokens that the script passes to engine.backward(), so that every token
+    counts the same (zlaunch's own key)."""
     communication_data_type: Dtype | None = ok(None)
     """Data type for gradient reduction; null is the model's."""
     zero_allow_untested_optimizer: Bool = ok(False)

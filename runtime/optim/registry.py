@@ -255,6 +255,17 @@ def check_local_steps(optimizer: torch.optim.Optimizer | None, config: Config, c
     refuse_local_steps(most, reasons)
 
 
+def check_loss_reduction(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
+    """Raise OptimizerError where losses are weighted by tokens, but each rank uses its own gradient before
+    the tokens of all ranks are known.
+    """
+    if config.loss_reduction == "tokens" and isinstance(optimizer, OneBitOptimizer):
+        raise OptimizerError(
+            f'loss_reduction "tokens" is not supported with {type(optimizer).__name__}: in its compressed '
+            "steps the ranks average their momentum, each with the same weight. Use AdamW"
+        )
+
+
 def choose_method(
     optimizer: torch.optim.Optimizer, config: Config, comm: Comm
 ) -> Callable[[Sequence[Unit]], StepMethod] | None:

@@ -328,6 +328,10 @@ class StepMethod(GradientConsumer):
 # -- sharded optimizer ------------------------------------------------------------------------------
 
 
+DivisorOf = Callable[[Sequence[float] | Tensor], Scalar]
+"""Returns what summed gradients have to be divided by, for the sums of a step's extra statistics."""
+
+
 class ShardedOptimizer:
     """Steps this rank's shards by the rule of a torch optimizer over the model's parameters.
 
@@ -456,14 +460,21 @@ class ShardedOptimizer:
         self._slices = [part for part, _ in labelled]
         return labelled
 
-    def step(self, *, divisor: Scalar, clip: float, check_finite: bool, extra_stats: Tensor) -> StepResult:
+    def step(
+        self,
+        *,
+        divisor: DivisorOf,
+        clip: float,
+        check_finite: bool,
+        extra_stats: Tensor,
+    ) -> StepResult:
         """Average, unscale, clip and apply the gradients, unless they are not finite.
 
-        ``divisor`` is what the summed gradients have to be divided by (``averaging.Averaging``); ``clip`` is
-        the largest norm allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every
-        rank. ``extra_stats``: extra values (1-dim, float64, on the device) to sum over the ranks in the same
-        all-reduce; the result has the sums. Afterwards the refresh of every unit that stays unsharded has
-        started.
+        ``extra_stats``: extra values (1-dim, float64, on the device) to sum over the ranks in the same
+        all-reduce as the norm; the result has the sums. ``divisor`` takes the sums and returns what the
+        summed gradients have to be divided by (``averaging.Averaging``). ``clip`` is the largest norm
+        allowed, 0 for any; with ``check_finite`` a step with inf or NaN is skipped on every rank. Afterwards
+        the refresh of every unit that stays unsharded has started.
         """
         self.wait()
         for unit in self.units:
@@ -478,12 +489,12 @@ class ShardedOptimizer:
         try:
             if by_device:
                 return self._step_on_device(agreed, count, divisor, clip, check_finite)
-            return self._step_by_host(agreed, count, float(divisor), clip, check_finite)
+            return self._step_by_host(agreed, count, divisor, clip, check_finite)
         finally:
             self._reducer.clear()
 
     def _step_by_host(
-        self, agreed: Tensor, count: int, divisor: float, clip: float, check_finite: bool
+        self, agreed: Tensor, count: int, divisor_of: DivisorOf, clip: float, check_finite: bool
     ) -> StepResult:
         facts, marks = self._split_stats(agreed)
         if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
@@ -492,6 +503,7 @@ class ShardedOptimizer:
         numbers = facts.tolist()
         extra_stats = numbers[:count]
         (square, stop, changed, *counts) = numbers[count:]
+        divisor = float(divisor_of(extra_stats))
         norm = math.sqrt(square) / divisor if square >= 0 else math.nan
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
@@ -505,7 +517,7 @@ class ShardedOptimizer:
         return StepResult(norm, skipped, stop, extra_stats=extra_stats)
 
     def _step_on_device(
-        self, agreed: Tensor, count: int, divisor: Scalar, clip: float, check_finite: bool
+        self, agreed: Tensor, count: int, divisor_of: DivisorOf, clip: float, check_finite: bool
     ) -> StepResult:
         """Step without a number that the host has to see: every parameter has a gradient.
 
@@ -514,7 +526,7 @@ class ShardedOptimizer:
         facts, marks = self._split_stats(agreed)
         extra_stats = facts[:count]
         facts = facts[count:]
-        norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor, clip=clip)
+        norm, multiplier, found_inf = prepare_step(facts[0], divisor=divisor_of(extra_stats), clip=clip)
         differs = self._comm.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.drain()

@@ -14,7 +14,7 @@ from ..comm.axis import PASSES, Axis
 from ..comm.collectives import Comm
 from ..comm.shard_spec import spec_of
 from ..config import Config
-from ..engine import Engine, WholeSteps, loss_in, to_device
+from ..engine import Engine, WeightedLoss, WholeSteps, loss_in, sum_losses, to_device, without_empty
 from ..errors import ParameterError, RankMismatchError
 from ..log import detail
 from ..zero import placeholder
@@ -97,6 +97,8 @@ class PipelineSchedule(WholeSteps):
     def __init__(self, engine: Engine, pipeline: StagedModel) -> None:
         super().__init__(engine)
         self._pipeline = pipeline
+        self._losses: list[WeightedLoss] = []
+        """Collects the losses of a step or an evaluation on the last stage."""
         self._is_running = False
         """Tells that a step or an evaluation is running, whose calls of the engine are allowed."""
         engine._sharded.replace_gradient = pipeline.collect
@@ -157,15 +159,13 @@ class PipelineSchedule(WholeSteps):
         engine.module.train()
         engine._reducer.sync = False
         with self._running(), engine._around("forward", (), {}), self._errors():
-            scaled = stages.train(micro_batches, self._key(micro_batches))
+            stages.train(micro_batches, self._key(micro_batches))
         if not engine._reducer.passes:
             engine._reducer.begin()
             engine._reducer.finish()
         pipeline.sum_tied(engine._reducer.add)
-        factor = engine._scaler.factor if engine._scaler.used else 1.0
-        sums = torch.stack([loss.detach().sum() for loss in scaled]).sum() / factor if scaled else None
-        mean = self._mean(sums)
-        engine._note_loss(mean, 0)
+        mean, weight = self._mean(len(micro_batches))
+        engine._note_loss(mean, 0, tokens=weight if engine.averaging.by_tokens else None)
         engine.micro_steps += len(micro_batches) - 1
         engine.accumulated += len(micro_batches) - 1
         with self._running():
@@ -183,9 +183,8 @@ class PipelineSchedule(WholeSteps):
         assert stages is not None
         self._take_unfrozen()
         with self._running(), self._errors():
-            losses = stages.evaluate(micro_batches, self._key(micro_batches))
-        sums = torch.stack([loss.sum() for loss in losses]).sum() / len(micro_batches) if losses else None
-        return self._mean(sums)
+            stages.evaluate(micro_batches, self._key(micro_batches))
+        return self._mean(len(micro_batches))[0]
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -246,13 +245,20 @@ class PipelineSchedule(WholeSteps):
     def _call_model(self, micro_batch: Any, wants_loss: bool) -> Any:
         """Call the model with a micro-batch; return the scaled loss while it trains, else the plain one."""
         engine = self._engine
+        tokens = None
+        if isinstance(micro_batch, Mapping):
+            micro_batch = dict(micro_batch)
+            tokens = self.take_tokens(micro_batch)
         output, labels = self._output_of(micro_batch, wants_loss)
         if not wants_loss:
             return None
-        loss = self._loss_of(output, labels)
+        loss, tokens = self.weighted(self._loss_of(output, labels), tokens)
+        if tokens is not None:
+            loss = without_empty(loss, tokens)
+        self._losses.append((loss.detach(), tokens))
         if not torch.is_grad_enabled():
             return loss
-        return engine._scaled(loss, True)
+        return engine._scaled(loss, divide=True, tokens=tokens)
 
     def _output_of(self, micro_batch: Any, wants_loss: bool) -> tuple[Any, Any]:
         forward = self._engine.forward
@@ -269,22 +275,25 @@ class PipelineSchedule(WholeSteps):
         args = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         return forward(*(to_device(each, device) for each in args)), to_device(labels, device)
 
-    def _loss_of(self, output: Any, labels: Any) -> Tensor:
+    def _loss_of(self, output: Any, labels: Any) -> Any:
+        """Return what the script's loss_fn does, or else the model's own loss."""
         loss_fn = self._pipeline.sequence.loss_fn
         if loss_fn is not None:
-            loss: Tensor = loss_fn(output, labels) if labels is not None else loss_fn(output)
-            return loss
+            return loss_fn(output, labels) if labels is not None else loss_fn(output)
         return loss_in(output)
 
-    def _mean(self, own: Tensor | None) -> Tensor:
-        """Return the mean over the ranks of the last stage of their losses. Collective."""
+    def _mean(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of the last ``count`` micro-batches over the ranks of the last stage, and the
+        weight that each rank of a pipeline gives it in a sum over all ranks. Collective.
+        """
         comm = self._pipeline.axis.comm
-        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        if own is not None:
-            total += torch.stack([own.detach().double(), torch.ones_like(own, dtype=torch.float64)])
+        # a trial pass, which finds the shapes of what stages send, may have computed a loss before them
+        total = sum_losses(self._losses[-count:], comm.device)
+        self._losses.clear()
         comm.all_reduce_scalars(total, "sums the losses")
         wide = any(p.dtype == torch.float64 for p in self._pipeline.sequence.model.parameters())
-        return (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
+        mean = (total[0] / total[1]).to(torch.float64 if wide else torch.float32)
+        return mean, total[1] * comm.mesh.pipeline / comm.world_size
 
 
 # -- apply ------------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ class Stages:
         yield
         self._is_under_way = False
 
-    def train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
-        """Run forward and backward passes; return the losses on the last stage. ``key`` stands for the shapes
-        of the micro-batches. Raises ParameterError if the schedule does not support their number.
+    def train(self, micro_batches: Sequence[Any], key: Any) -> None:
+        """Run forward and backward passes. ``key`` stands for the shapes of the micro-batches. Raises
+        ParameterError if the schedule does not support their number.
         """
         count = len(micro_batches)
         if self.schedule == "interleaved" and count % self.sequence.stages:
@@ -152,9 +152,9 @@ class Stages:
                 f"{self.sequence.stages} stages, got {count}"
             )
         with self._passes():
-            return self._train(micro_batches, key)
+            self._train(micro_batches, key)
 
-    def _train(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+    def _train(self, micro_batches: Sequence[Any], key: Any) -> None:
         count = len(micro_batches)
         for module in self.modules.values():
             module.micro_batches = micro_batches
@@ -167,13 +167,11 @@ class Stages:
         numbers = torch.arange(count)
         given = (numbers,) if 0 in self.modules else ()
         has_last = self.sequence.parts - 1 in self.modules
-        losses: list[Tensor] = []
-        rest = {"target": numbers, "losses": losses} if has_last else {}
+        rest = {"target": numbers} if has_last else {}
         self._backward_left = count * len(self.modules)
         self._built[1].step(*given, number=numbers, **rest)
         if watch is not None:
             watch.check()
-        return losses
 
     def _before_backward(self) -> None:
         self._backward_left -= 1
@@ -185,16 +183,15 @@ class Stages:
             module.meta = None if module.is_last else metas[part]
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
-        """Run forward passes; return the losses on the last stage."""
+    def evaluate(self, micro_batches: Sequence[Any], key: Any) -> None:
+        """Run forward passes."""
         with self._passes():
-            return self._evaluate(micro_batches, key)
+            self._evaluate(micro_batches, key)
 
-    def _evaluate(self, micro_batches: Sequence[Any], key: Any) -> list[Tensor]:
+    def _evaluate(self, micro_batches: Sequence[Any], key: Any) -> None:
         for module in self.modules.values():
             module.micro_batches = micro_batches
         metas = self._probe(key)
-        losses = []
         self._expect(metas)
         for number in range(len(micro_batches)):
             for part in range(self.sequence.parts):
@@ -210,15 +207,12 @@ class Stages:
                     )
                     received = (buffer,)
                 output = module(*received, number=torch.tensor(number))
-                if module.is_last:
-                    losses.append(output)
-                else:
+                if not module.is_last:
                     dist.send(
                         output.contiguous(),
                         self.axis.ranks[(part + 1) % self.sequence.stages],
                         group=self.axis.group,
                     )
-        return losses
 
     def _probe(self, key: Any) -> list[Meta]:
         """Return the shape and dtype of what each part hands on. Collective."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TESTS = ("tests/runtime/test_averaging.py",)
+TOKENS = ("tests/runtime/test_token_loss.py",)
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "runtime/averaging.py",
-        "        whole = float(self.sequence * (self.samples if self.is_mean else 1))",
-        "        whole = float(self.sequence * self.samples if self.is_mean else 1)",
+        "whole: float | Tensor = float(self.sequence * (self.samples if self.is_mean else 1))",
+        "whole: float | Tensor = float(self.sequence * self.samples if self.is_mean else 1)",
         'gradients are too large by the size of the sequence axis with "sum"',
         TESTS,
     ),
@@ -30,7 +31,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "runtime/step_losses.py",
         "        value = loss.detach().reshape(()).double()\n",
-        "        value, self._count = loss.detach().reshape(()).double(), 0\n        self._sum = None\n",
+        "        value, self._weight = loss.detach().reshape(()).double(), 0.0\n        self._sum = None\n",
         "monitors show the loss of the last micro-batch",
         TESTS,
     ),
@@ -54,6 +55,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return self._samples > 1 and self._steps < _WATCHED_STEPS and not self._has_warned",
         "ranks send other numbers by what has arrived on their hosts",
         TESTS,
+    ),
+    Mutation(
+        "runtime/averaging.py",
+        "sharers=mesh.tensor * mesh.sequence * mesh.pipeline",
+        "sharers=mesh.tensor * mesh.sequence",
+        "tokens of a pipeline count once for each stage",
+        TOKENS,
+    ),
+    Mutation(
+        "runtime/averaging.py",
+        "least * (self.sequence / (self.sharers",
+        "least * (1 / (self.sharers",
+        "with tokens, gradients are too large by the size of the sequence axis",
+        TOKENS,
+    ),
+    Mutation(
+        "runtime/engine.py",
+        "            if tokens is not None:\n                loss = without_empty(loss, tokens)\n",
+        "",
+        "a micro-batch without tokens makes NaN of the loss of the step",
+        TOKENS,
     ),
     Mutation(
         "runtime/engine.py",

@@ -196,7 +196,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/engine.py",
-        "            factor = factor / self.averaging.accumulation\n",
+        "            factor = self.averaging.share(factor, tokens)\n",
         "            pass\n",
         "gradients of micro-batches are summed, not averaged",
         ("tests/runtime/handles/test_parameters.py::test_gradient_hooks_see_the_mean_over_micro_batches",),

@@ -63,8 +63,8 @@ MUTATIONS = (
     ),
     Mutation(
         "runtime/step_losses.py",
-        "self._count = 1 if is_share else self._count + 1",
-        "self._count += 1",
+        "self._weight = 1.0 if is_share else",
+        "self._weight =",
         "the Trainer's loss is divided by the micro-batches twice",
         ("tests/runtime/test_averaging.py",),
     ),

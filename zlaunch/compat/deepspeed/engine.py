@@ -441,9 +441,16 @@ class DeepSpeedEngine(ConfigGetters, Engine):
                     state.pop(prefix + name, None)
         return dict(state)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        num_tokens: int | Tensor | None = None,
+    ) -> Tensor:
         """Call the runtime's; return the loss divided by the micro-batches of a step, as DeepSpeed does."""
-        super().backward(loss, retain_graph, scale_wrt_gas)
+        super().backward(loss, retain_graph, scale_wrt_gas, num_tokens=num_tokens)
         return loss / self.averaging.accumulation if scale_wrt_gas else loss
 
     def deepspeed_io(
