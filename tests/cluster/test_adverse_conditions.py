@@ -108,6 +108,7 @@ def test_what_only_openssh_can_do(cluster: Testbed, tmp_path: Path) -> None:
     assert launch.log(1).split() == ["n3", cluster.address("n1")]
 
 
+@pytest.mark.exhaustive
 def test_the_ssh_program_as_a_launcher(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(cluster, tmp_path, "--launcher=openssh", script=SILENT)
     await_ready(launch)

@@ -33,6 +33,7 @@ def _kill_on(cluster: Testbed, host: str, pid: int) -> None:
     assert cluster.enter(host, "kill", "-9", str(pid)).returncode == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
 @SCRIPTS
 def test_a_worker_is_killed(cluster: Testbed, tmp_path: Path, script: str, by: str) -> None:
@@ -46,6 +47,7 @@ def test_a_worker_is_killed(cluster: Testbed, tmp_path: Path, script: str, by: s
     _gone(cluster)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["ssh", "slurm"])
 def test_an_agent_is_killed(cluster: Testbed, tmp_path: Path, by: str) -> None:
     launch = start(cluster, tmp_path, PATIENT, by=by, script=SILENT)
@@ -136,6 +138,7 @@ def test_ctrl_c_while_running(cluster: Testbed, tmp_path: Path) -> None:
     _gone(cluster)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.2, 0.4])
 def test_ctrl_c_during_start(cluster: Testbed, tmp_path: Path, delay_s: float) -> None:
     launch = start(cluster, tmp_path, PATIENT, script=SILENT)
@@ -171,6 +174,7 @@ def test_fifty_milliseconds_of_latency(cluster: Testbed, tmp_path: Path) -> None
         assert "rank 3 on n2 failed first" in launch.err
 
 
+@pytest.mark.exhaustive
 def test_two_jobs_at_once(cluster: Testbed, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -54,6 +54,7 @@ class Shell:
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.exhaustive
 def test_hosts_are_given_to_runs_that_wait(
     cluster: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

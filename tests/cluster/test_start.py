@@ -87,6 +87,7 @@ def test_a_host_that_refuses_the_key(cluster: Testbed, tmp_path: Path) -> None:
     assert "refused our keys" in text and "ssh-copy-id" in text
 
 
+@pytest.mark.exhaustive
 def test_an_unknown_host_key(cluster: Testbed, tmp_path: Path) -> None:
     known = cluster.known_hosts.read_text().splitlines(keepends=True)
     try:
@@ -208,7 +209,7 @@ TORCHRUN = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("tasks", "flags"), [(1, ()), (2, ()), (1, TORCHRUN)])
 def test_started_by_the_users_own_srun(
     cluster: Testbed, tmp_path: Path, tasks: int, flags: tuple[str, ...]
@@ -251,6 +252,7 @@ def test_a_failing_task_ends_the_users_own_srun(cluster: Testbed, tmp_path: Path
     wait_until(lambda: not cluster.processes(), "all tasks gone")
 
 
+@pytest.mark.exhaustive
 def test_what_would_have_no_effect_is_refused(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("")
     for option in ("--include=n1", "--num_nodes=1", "--max_restarts=2", "--iface=eth0"):
@@ -278,6 +280,7 @@ def test_files_in_the_working_folder_do_no_harm(cluster: Testbed, tmp_path: Path
     assert (tmp_path / "run/logs/rank_00005.log").read_text() == "fine\n"
 
 
+@pytest.mark.exhaustive
 def test_address_of_node_zero_is_one_the_others_reach(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(
         cluster,

@@ -182,6 +182,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_start_of_a_grace_time_ends_the_run_and_requeues_it(
     cluster: Testbed, tmp_path: Path, nodes: int

@@ -27,6 +27,7 @@ def zlaunch(folder: Path, *args: str, **more: object) -> subprocess.CompletedPro
     return subprocess.run(command, **options)  # type: ignore[call-overload]  # options vary
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("torch", ["", "import torch"])
 def test_rank_0_reads_what_is_typed(tmp_path: Path, torch: str) -> None:
     (tmp_path / "w.py").write_text(
@@ -117,6 +118,7 @@ def test_few_open_files_are_enough_or_named(tmp_path: Path) -> None:
         assert ("ulimit -n, is 24" in done.stderr) == bool(code)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["-m zlaunch", "-c 'from zlaunch.__main__ import main; main()'"])
 def test_ctrl_c_at_any_moment_of_the_start_is_quiet(tmp_path: Path, command: str) -> None:
     (tmp_path / "w.py").write_text("import time; time.sleep(600)")
@@ -163,6 +165,7 @@ raise SystemExit(cli.main(["--num_gpus=1", "w.py"]))
     assert "it went on" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_has_gone_is_one_line_and_the_cause_stands_once(tmp_path: Path) -> None:
     script = """
         import os, torch, torch.distributed as dist
@@ -376,6 +379,7 @@ def test_a_reset_download_is_the_scripts_own_error(tmp_path: Path) -> None:
     assert "lost another rank" not in launch.err and "worker.py" in launch.log(0)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_ended_too_early_is_named(tmp_path: Path) -> None:
     script = """
         import sys, torch, torch.distributed as dist

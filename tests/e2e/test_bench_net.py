@@ -50,6 +50,7 @@ def test_mistakes(arguments: list[str], text: str, tmp_path: Path, monkeypatch: 
     assert not list(tmp_path.glob("zlaunch-*"))
 
 
+@pytest.mark.exhaustive
 def test_workers_that_cannot_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")

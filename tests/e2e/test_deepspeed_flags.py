@@ -19,6 +19,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_flags_that_are_taken(tmp_path: Path) -> None:
     flags = [
         "--num_nodes=1",

@@ -59,7 +59,7 @@ SAYS = """
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rest", "modules"),
     [

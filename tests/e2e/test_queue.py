@@ -142,6 +142,7 @@ def test_cancelled_stopped_late_and_tried_again(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_higher_priority_makes_room(folder: Path) -> None:
     (folder / "saves.py").write_text(
         textwrap.dedent("""
@@ -204,6 +205,7 @@ def second_venv(folder: Path) -> Path:
     return other / "bin" / "python"
 
 
+@pytest.mark.exhaustive
 def test_a_job_runs_as_it_was_submitted_whatever_the_daemon_is(folder: Path) -> None:
     """The first submitter's daemon runs the jobs of all others."""
     (folder / "about.py").write_text(textwrap.dedent(SURROUNDINGS))
@@ -278,6 +280,7 @@ def test_a_job_is_queued_and_started_whoever_reads_its_name(folder: Path) -> Non
     assert zlaunch(folder, "wait", "runs/job").returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_one_dead_host_does_not_eat_the_queue(folder: Path) -> None:
     """A job that meets the dead host fails within a second, and the next one would take its place there."""
     (folder / "hosts").write_text("nowhere.invalid slots=1\nlocalhost slots=1\n")
@@ -312,6 +315,7 @@ _ON_ONE_OF_TWO = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.needs("root", "namespaces", "mounts")
 def test_one_broken_gpu_does_not_rest_its_host(folder: Path) -> None:
     """The machine has two device files, and the script raises what torch raises where a GPU is broken."""
@@ -371,6 +375,7 @@ def test_a_launcher_that_is_killed_gives_its_slots_back_when_its_workers_are_gon
     assert zlaunch(folder, "wait", run).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_is_removed_holds_up_nobody_and_gives_no_slot_twice(folder: Path) -> None:
     (folder / "often.py").write_text(
         "import os, time\nwith open('often', 'a') as file:\n    file.write('x')\n"

@@ -144,6 +144,7 @@ def test_a_second_run_in_a_folder_says_that_it_replaces_the_logs(tmp_path: Path)
         assert run.log(0).strip() == number
 
 
+@pytest.mark.exhaustive
 def test_stop_says_at_once_that_nothing_saves(tmp_path: Path) -> None:
     launch = Launch(tmp_path, "--num_gpus=1", "--no_local_rank", script=NOTHING_SAVES)
     wait_until(lambda: "up" in launch.out, "worker is up")
@@ -236,6 +237,7 @@ def test_last_is_the_newest_run(tmp_path: Path) -> None:
     assert ps(tmp_path, "last")["run"] == "last"
 
 
+@pytest.mark.exhaustive
 def test_clean_removes_what_runs_that_have_ended_left(launch: Launch, tmp_path: Path) -> None:
     done = tmp_path / "runs" / "slurm-7.0" / "task_00000"
     mine, job = tmp_path / "runs" / "mine", tmp_path / "runs" / "job"

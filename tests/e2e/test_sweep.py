@@ -93,6 +93,7 @@ def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     assert "best: trial 3" in again.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_whose_trials_all_fail_says_why(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  --x: [1, 2]\n")
     (folder / "train.py").write_text("raise RuntimeError('no data')\n")
@@ -122,6 +123,7 @@ def test_a_sweep_that_is_ended_goes_on(folder: Path) -> None:
     assert [row["state"] for row in results(folder)] == ["done"] * 5
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_use_is_said(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  hidden: [1, 2]\nmetric: val_los\n")
     process = start(folder, "sweep", "grid.yaml", *COMMAND, "--x=1", "--steps=2", "--pause=go")
@@ -199,6 +201,7 @@ def test_what_is_stopped_has_its_time_to_save(folder: Path) -> None:
     assert len(list(folder.glob("saved*"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_tried_is_refused_before_anything_is_queued(folder: Path) -> None:
     (folder / "grid.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1, fast]\n")
     (folder / "keys.yaml").write_text("parameters:\n  optimizer.params.lr: [0.1]\n")

@@ -40,6 +40,7 @@ def test_one_machine(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert sorted(launch.out.splitlines()) == ["[rank 0] rank 0 2 0 2", "[rank 1] rank 1 2 1 2"]
 
 
+@pytest.mark.exhaustive
 def test_names_and_devices_of_torchruns_workers(tmp_path: Path) -> None:
     script = """
         import os
@@ -140,6 +141,7 @@ def test_a_script_without_accelerate_reads_its_config_file_too(tmp_path: Path) -
     assert launch.process.returncode == 0 and "stage 2" in launch.out, launch.err
 
 
+@pytest.mark.exhaustive
 def test_a_script_finds_itself_under_torchrun(tmp_path: Path) -> None:
     launch = run(
         tmp_path,

@@ -97,6 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_watch_in_a_terminal(runs: Path) -> None:
     text = (runs / "seen").read_text()
     assert "ended 1" in text and "ValueError" in text and "Traceback" not in text

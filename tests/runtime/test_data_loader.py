@@ -475,6 +475,7 @@ def _train(folder: str, kind: str, batches: int) -> tuple[list[int], list[float]
     return seen, losses
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["shuffled", "weighted", "stream"])
 def test_the_scripts_own_loader_resumes_inside_an_epoch(tmp_path: Path, kind: str) -> None:
     whole = run_workers(_train, 2, str(tmp_path / "whole"), kind, 0)

@@ -68,6 +68,7 @@ def _odd() -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_tied_shared_frozen_and_unused_layers(world: int) -> None:
     for found in run_workers(_odd, world):

@@ -247,6 +247,7 @@ def _gpt2(folder: str) -> list[Any]:
     return logits.tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_from_pretrained_of_an_export_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")

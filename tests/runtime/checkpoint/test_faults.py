@@ -360,7 +360,7 @@ def _background(folder: str, scratch: str, name: str) -> list[Any]:
     return [there, different, int(client["x"]), same, sorted(p.name for p in Path(folder).iterdir())]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["stage0", "stage2", "stage3 all in host", "stage3 all on disk"])
 def test_a_save_beside_training_has_the_state_of_its_call(tmp_path: Path, world: int, name: str) -> None:

@@ -82,6 +82,7 @@ def _same_training(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_same_values_and_training(tmp_path: Path, world: int) -> None:
     assert run_workers(_same_training, world, str(tmp_path)) == [[]] * world

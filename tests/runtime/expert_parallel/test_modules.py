@@ -86,7 +86,7 @@ def _in_one_process(routing: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("routing", "expert", "tensor", "stage", "in_init"),
     [
@@ -121,6 +121,7 @@ def _resume(folder: str, expert: int, steps: slice, is_first: bool) -> dict[str,
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_loads_under_another_size(tmp_path: Path) -> None:
     wanted = _in_one_process("free")
     run_workers(_resume, 4, str(tmp_path), 4, slice(0, 3), True)

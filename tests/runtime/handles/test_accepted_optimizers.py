@@ -89,6 +89,7 @@ def _train(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_tensors_where_they_exist(world: int, tmp_path: Path) -> None:
     for found in run_workers(_train, world, str(tmp_path)):

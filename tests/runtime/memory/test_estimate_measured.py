@@ -79,6 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "half", "settings"), [*quick, *marked])
 
 
+@pytest.mark.exhaustive
 def test_the_estimate_is_what_a_step_takes(
     name: str, half: bool | str, settings: tuple[Setting, ...], tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ def _handles(zero: dict[str, Any]) -> list[float]:
     return [off, norm]
 
 
+@pytest.mark.exhaustive
 def test_whole_parameters_are_read_once() -> None:
     (wanted, *_) = run_workers(_handles, 4, {})
     for zero in ({"shard_group": "node"}, {"zero_hpz_partition_size": 2}):
@@ -258,6 +259,7 @@ def _saved_bytes(folder: str, zero: dict[str, Any]) -> int:
     return sum(path.stat().st_size for path in Path(folder, "x").glob("*.safetensors"))
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
     whole, group, copies = (
         run_workers(_saved_bytes, 4, str(tmp_path / str(i)), zero)[0]

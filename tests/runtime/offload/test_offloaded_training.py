@@ -286,6 +286,7 @@ def _load(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_loaded_values_reach_the_masters(tmp_path: Path, world: int) -> None:
     assert run_workers(_load, world, str(tmp_path)) == [[]] * world

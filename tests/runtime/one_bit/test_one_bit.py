@@ -240,6 +240,7 @@ def _rims() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_accumulation_clipping_and_overflows() -> None:
     first, *_ = results = run_workers(_rims, 2)
     for found in results:

@@ -365,6 +365,7 @@ def _train(frozen: list[str], stages: int, bucket: int) -> Any:
     return losses, {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("frozen", "stages", "bucket"),
     [("none", 2, 5 * 10**8), ("none", 2, 60), ("none", 4, 60), ("first stage", 2, 60), ("last", 2, 60)],

@@ -327,6 +327,7 @@ def _plain_llama(steps: list[list[dict[str, Tensor]]], autocast: torch.dtype | N
     return losses
 
 
+@pytest.mark.exhaustive
 def test_stages_of_a_pipeline() -> None:
     pytest.importorskip("transformers")
     for losses, wanted, without in run_workers(_pipelined, 2):

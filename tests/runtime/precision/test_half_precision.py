@@ -145,6 +145,7 @@ def _options(extra: dict[str, Any]) -> list[float]:
     return train_engine(engine, batches(6, 4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "extra",
     [

@@ -56,7 +56,7 @@ def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return mean(losses)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "tensor", "stage", "sequence", "pipeline"),
     [

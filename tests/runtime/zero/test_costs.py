@@ -95,6 +95,7 @@ def _volume(stage: int, accumulation: int) -> tuple[float, dict[str, float]]:
     return moved / total, {name: count / total for name, count in comm.moved.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_volume_per_step(accumulation: int) -> None:
     k = float(accumulation)

@@ -72,6 +72,7 @@ def test_what_follows_a_result_does_not_hide_it(tmp_path: Path) -> None:
     assert found["result"] == {"step_s": 2}
 
 
+@pytest.mark.exhaustive
 def test_a_result_says_whether_kernels_fell_back(tmp_path: Path) -> None:
     """The warning is the one of cuda_ops/loader.py."""
     prints = "print('{\"step_s\": 2}')"

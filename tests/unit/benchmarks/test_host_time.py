@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.exhaustive
 def test_every_system_is_timed() -> None:
     command = [sys.executable, "-m", "benchmarks.host_time", "--layers", "2", "--rounds", "1", "--steps", "1"]
     done = subprocess.run(

@@ -159,6 +159,7 @@ def numba() -> Iterator[None]:
     loader.set_mode("auto")
 
 
+@pytest.mark.sampled(2)
 @GRADS
 @pytest.mark.parametrize("rule", RULES)
 def test_numba_steps_as_the_twins(numba: None, rule: str, grad: torch.dtype) -> None:

@@ -115,6 +115,7 @@ def test_weights_and_biases(when: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 3
 
 
+@pytest.mark.exhaustive
 def test_comet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("COMET_API_KEY", "0" * 25)

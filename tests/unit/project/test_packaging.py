@@ -117,6 +117,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / built.name.removesuffix(".tar.gz")
 
 
+@pytest.mark.exhaustive
 def test_the_source_archive_holds_all(archive: Path) -> None:
     ours, there = files_of(ROOT), files_of(archive)
     assert len(ours) > 300 and ours <= there, sorted(ours - there)

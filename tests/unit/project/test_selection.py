@@ -140,6 +140,7 @@ def test_rooms() -> None:
     assert room_of("tests/e2e/test_queue.py::test_one") == "tests/e2e/test_queue.py"
 
 
+@pytest.mark.exhaustive
 def test_an_exclusive_test_runs_alone(tmp_path: Path) -> None:
     """Every test writes down when it began and ended; no other lies across the exclusive one's time."""
     body = """
