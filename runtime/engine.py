@@ -14,6 +14,7 @@ from weakref import ReferenceType, WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from . import preemption
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 
 _engines: WeakSet[Engine] = WeakSet()
+LossFunction = Callable[..., Tensor | tuple[Tensor, int | Tensor]]
+"""Returns the loss of the model's output and labels, with its number of tokens where losses are weighted."""
 
 
 def engine_of(parameter: Tensor) -> Engine | None:
@@ -104,6 +107,8 @@ class Engine(nn.Module):
         self.training_dataloader: EngineLoader | None = None
         self._loaders: list[EngineLoader] = []
         self._loaders_made = 0
+        self._is_batch_size_open = False
+        """Whether the first DataLoader decides how many samples a micro-batch has."""
         self._loaded_positions: list[dict[str, Any]] = []
         """Keeps the positions of the last checkpoint that was loaded, for loaders that are made later."""
         self.global_steps = self.micro_steps = self.global_samples = 0
@@ -190,13 +195,15 @@ class Engine(nn.Module):
         self._sharded.engine = self
         _engines.add(self)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
+    if not TYPE_CHECKING:  # a type checker shall find a misspelled method
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name == "module":
+                    raise
+                return getattr(super().__getattr__("module"), name)
 
     # -- its parts
 
@@ -298,6 +305,27 @@ class Engine(nn.Module):
         self._effective = replace(self._effective, config=config)
         self._prepare_pass()
 
+    def take_batch_size_of_loader(self) -> None:
+        """Take the size of micro-batches from the first DataLoader that :meth:`dataloader` is given."""
+        self._is_batch_size_open = True
+
+    def _settle_batch_size(self, batch_size: int | None, loader: bool) -> None:
+        """Take the batch size of a training loader, if it is still open. Raises ParameterError where neither
+        the config nor the call says it.
+        """
+        if not self._is_batch_size_open:
+            return
+        if batch_size is None:
+            if loader:
+                return  # a batch sampler decides, batch by batch
+            raise ParameterError(
+                "engine.dataloader: how many samples has a batch on one rank? Pass batch_size here, or to "
+                "zlaunch.prepare"
+            )
+        self._is_batch_size_open = False
+        accumulation = self.gradient_accumulation_steps()
+        self.set_batch(batch_size * accumulation * self.data_parallel_size, batch_size, accumulation)
+
     def dataloader(
         self,
         data: Dataset[Any] | DataLoader[Any],
@@ -345,7 +373,10 @@ class Engine(nn.Module):
                     "out, or pass the data set"
                 )
             source = read_source(data, rank=self.data_parallel_rank, ranks=self.data_parallel_size)
+            if training:
+                self._settle_batch_size(source.batch_size, loader=True)
         else:
+            self._settle_batch_size(batch_size, loader=False)
             source = self._source(data, batch_size, shuffle, collate_fn, num_workers, training)
         section = self._effective.config.data_loader
         loader = EngineLoader(
@@ -438,6 +469,59 @@ class Engine(nn.Module):
         :meth:`dataloader`.
         """
         return self.dataloader(dataset, collate_fn=collate_fn)
+
+    def gather_for_metrics(self, values: Any, loader: EngineLoader | None = None) -> Any:
+        """Return tensors of all data-parallel ranks, joined along their first dimension. Collective.
+
+        Args:
+            values: A tensor with one row for each sample of this rank's batch, or tuples, lists and dicts of
+                them. A tensor without dimensions, such as a loss, counts as one row.
+            loader: The loader that the batch came from. The result is then in the loader's order, and samples
+                that it repeats, because they do not divide evenly among the ranks, are left out. Without it,
+                the rows are in the order of the ranks.
+
+        Returns:
+            The same structure on every rank, with detached tensors on the device.
+
+        Raises ParameterError where ranks have other structures, dtypes or shapes, except for the first
+        dimension without a ``loader``, and where the loader does not know which samples are repeated.
+        """
+        self._check_alive()
+        found, structure = tree_flatten(values)
+        for each in found:
+            if not isinstance(each, Tensor):
+                kind = type(each).__name__
+                raise ParameterError(f"gather_for_metrics: expected tensors, got {kind}: make it a tensor")
+        kinds = [(tuple(each.shape[1:]), each.dtype) for each in found]
+        for rank, other in enumerate(self.comm.exchange((str(structure), kinds))):
+            if other != (str(structure), kinds):
+                raise ParameterError(
+                    f"gather_for_metrics: rank {rank} has {other[1]} (shapes behind the first dimension, "
+                    f"dtypes), this rank {kinds}: pad the tensors to equal shapes on all ranks"
+                )
+        kept = None if loader is None else loader.samples_in_batch()
+        return tree_unflatten([self._gathered_rows(each, kept) for each in found], structure)
+
+    def _gathered_rows(self, tensor: Tensor, kept: int | None) -> Tensor:
+        """Return the rows of all data-parallel ranks: in the order of the ranks, or the first ``kept`` in the
+        order of a loader, which deals samples out to the ranks in turn.
+        """
+        own = tensor.detach().to(self.device)
+        rows = own.reshape(1) if own.dim() == 0 else own
+        everyone = self.comm.gather_tensors(rows, "gathers values for metrics")
+        mesh = self.comm.mesh
+        # ranks of a tensor or sequence group have the same samples: the first of them counts
+        first = {mesh.sample_position(rank): each for rank, each in reversed(list(enumerate(everyone)))}
+        parts = [first[position] for position in range(mesh.samples)]
+        if kept is None:
+            return torch.cat(parts)
+        needed = -(-kept // len(parts))
+        if any(len(part) < needed or len(part) != len(parts[0]) for part in parts):
+            raise ParameterError(
+                f"gather_for_metrics: the ranks have {[len(part) for part in parts]} rows, but the loader's "
+                f"last batch has {kept} samples: pass one row for each sample, or leave out the loader"
+            )
+        return torch.stack(parts, dim=1).flatten(0, 1)[:kept]
 
     @property
     def averaging(self) -> Averaging:
@@ -880,7 +964,7 @@ class Engine(nn.Module):
     # -- whole steps
 
     def train_batch(
-        self, data_iter: Iterator[Any] | None = None, loss_fn: Callable[..., Tensor] | None = None
+        self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None
     ) -> Tensor:
         """Train one step on ``gradient_accumulation_steps`` micro-batches of ``data_iter``, by default of the
         training_data; return the mean loss over all ranks and micro-batches. Collective.
@@ -898,7 +982,7 @@ class Engine(nn.Module):
     def eval_batch(
         self,
         data_iter: Iterator[Any] | None = None,
-        loss_fn: Callable[..., Tensor] | None = None,
+        loss_fn: LossFunction | None = None,
         num_micro_batches: int | None = None,
     ) -> Tensor:
         """Return the mean loss of so many micro-batches, by default as many as a step has, without training.
@@ -1224,7 +1308,7 @@ class WholeSteps:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._own_data: Iterator[Any] | None = None
-        self._loss_fn: Callable[..., Tensor] | None = None
+        self._loss_fn: LossFunction | None = None
 
     def check_call(self, what: str) -> None:
         """Raise ParameterError if the script cannot make a pass or a step by itself."""
@@ -1236,7 +1320,7 @@ class WholeSteps:
         """Take the training_data anew: it resumes behind the last batch of a checkpoint."""
         self._own_data = None
 
-    def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+    def train(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> Tensor:
         """Train a step; see :meth:`Engine.train_batch`."""
         engine = self._engine
         if not engine._is_managed:
@@ -1256,7 +1340,7 @@ class WholeSteps:
         return mean
 
     def evaluate(
-        self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None, count: int | None
+        self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None, count: int | None
     ) -> Tensor:
         """Return a mean loss; see :meth:`Engine.eval_batch`."""
         engine = self._engine
@@ -1273,7 +1357,7 @@ class WholeSteps:
     def _evaluate(self, micro_batches: list[Any]) -> Tensor:
         return self._mean_of([self._loss_of_one(each) for each in micro_batches])
 
-    def _take(self, data_iter: Any, loss_fn: Callable[..., Tensor] | None, count: int) -> list[Any]:
+    def _take(self, data_iter: Any, loss_fn: LossFunction | None, count: int) -> list[Any]:
         engine = self._engine
         chosen = loss_fn or self._loss_fn or getattr(engine.module, "loss_fn", None)
         self._loss_fn = chosen

@@ -14,6 +14,8 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "initialize": ("zlaunch.runtime.api", "initialize"),
+    "prepare": ("zlaunch.runtime.prepare", "prepare"),
+    "seed": ("zlaunch.runtime.prepare", "seed"),
     "init_distributed": ("zlaunch.runtime.comm.process_group", "init_distributed"),
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
@@ -97,6 +99,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "notebook",
     "optim",
+    "prepare",
     "report",
     "resume_dir",
     "safe_get_full_fp32_param",
@@ -105,6 +108,7 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "seed",
     "sequence",
     "tensor_parallel",
     "zero",
@@ -155,6 +159,8 @@ if TYPE_CHECKING:
     from zlaunch.runtime.errors import UnsupportedError as UnsupportedError
     from zlaunch.runtime.parallel.expert import Experts
     from zlaunch.runtime.parallel.plans import tensor_parallel
+    from zlaunch.runtime.prepare import prepare as prepare
+    from zlaunch.runtime.prepare import seed as seed
     from zlaunch.runtime.report import report as report
 
 

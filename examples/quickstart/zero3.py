@@ -7,12 +7,12 @@ inputs = torch.randn(6400, 64)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-config = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 3}}
-model, optimizer, loader, _ = zlaunch.initialize(None, model, optimizer, training_data=data, config=config)
+engine = zlaunch.prepare(model, optimizer, config="zero3")
+loader = engine.dataloader(torch.utils.data.DataLoader(data, batch_size=16, shuffle=True))
 
 for step, (x, y) in enumerate(loader):
-    x, y = x.to(model.device), y.to(model.device)
-    loss = (model(x) - y).square().mean()
+    x, y = x.to(engine.device), y.to(engine.device)
+    loss = (engine(x) - y).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

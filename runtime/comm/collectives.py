@@ -409,6 +409,30 @@ class Comm:
         on_host = self.device.type == "cpu"
         return exchange_objects(value, self.world_size, group, *self._control(what), over_gloo=on_host)
 
+    def gather_tensors(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Return every rank's tensor, in rank order; not counted as volume. Collective.
+
+        Args:
+            tensor: On the device; ranks may have other shapes and dtypes.
+            what: What this rank does, for the message of a deadlock.
+        """
+        if self.world_size == 1:
+            return [tensor]
+        tensor = tensor.detach().contiguous()
+        kinds = self.exchange((tensor.shape, tensor.dtype), what)
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
+        # Bytes: gloo knows fewer dtypes than torch. All rows begin where any dtype may.
+        room = -(-max(sizes) // 16) * 16
+        own = torch.zeros(room, dtype=torch.uint8, device=self.device)
+        own[: sizes[self.rank]] = tensor.reshape(-1).view(torch.uint8)
+        rows = torch.empty(self.world_size, room, dtype=torch.uint8, device=self.device)
+        work = dist.all_gather(list(rows), own, group=self._world.gather_group, async_op=True)
+        Work(work, *self._control(what), rows).wait()
+        return [
+            row[:size].view(dtype).reshape(shape)
+            for row, size, (shape, dtype) in zip(rows, sizes, kinds, strict=True)
+        ]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:

@@ -157,6 +157,21 @@ class EngineLoader:
         except TypeError:
             return None
 
+    def samples_in_batch(self) -> int:
+        """Return how many samples the last batch has on all ranks, without those that come again because the
+        samples do not divide evenly among the ranks.
+
+        Raises ParameterError for a stream, whose length is not known, and for batches of a batch sampler.
+        """
+        length = self._length()
+        if length is None or self._unit == "batches":
+            what = "a batch sampler" if self._unit == "batches" else "a stream"
+            raise ParameterError(
+                f"{self.name} reads {what}, so it does not know which samples of a batch are repeated"
+            )
+        before = self._resumed + (self.taken - 1) * self._step_units
+        return min(self._step_units, length - before)
+
     # -- an epoch
 
     @property

@@ -14,7 +14,16 @@ from ..comm.axis import PASSES, Axis
 from ..comm.collectives import Comm
 from ..comm.shard_spec import spec_of
 from ..config import Config
-from ..engine import Engine, WeightedLoss, WholeSteps, loss_in, sum_losses, to_device, without_empty
+from ..engine import (
+    Engine,
+    LossFunction,
+    WeightedLoss,
+    WholeSteps,
+    loss_in,
+    sum_losses,
+    to_device,
+    without_empty,
+)
 from ..errors import ParameterError, RankMismatchError
 from ..log import detail
 from ..zero import placeholder
@@ -146,7 +155,7 @@ class PipelineSchedule(WholeSteps):
         finally:
             self._is_running = False
 
-    def train(self, data_iter: Iterator[Any] | None, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+    def train(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> Tensor:
         """Train a step on the same micro-batches on all ranks; see :meth:`Engine.train_batch`."""
         engine = self._engine
         engine._guard("engine.train_batch()")
@@ -204,7 +213,7 @@ class PipelineSchedule(WholeSteps):
     def _take(
         self,
         data_iter: Iterator[Any] | None,
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: LossFunction | None,
         count: int,
     ) -> list[Any]:
         stages = self._pipeline.stages

@@ -21,7 +21,7 @@ from tests.runtime.workers import join, run_workers
 
 IGNORED = -100
 STEPS, SAMPLES, LENGTH, CLIP, TOLERANCE = 4, 8, 6, 0.05, 1e-9
-BY_TOKENS = {"loss_reduction": "tokens"}
+BY_TOKENS: dict[str, Any] = {"loss_reduction": "tokens"}
 
 
 def _masked(tokens: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ ORDER = (
                 "compile",
             ),
             *("checkpoint", "engine", "parallel", "memory", "observe", "arguments", "script", "build"),
-            "api",
+            *("api", "prepare"),
         )
     ),
     "runtime",

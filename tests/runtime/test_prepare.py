@@ -1,0 +1,243 @@
+"""Test ``zlaunch.prepare``: plain PyTorch loops train as they do in one process, and metrics are gathered."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zlaunch
+from tests.needs import needs_package
+from tests.runtime.models import batches, loss_of, net, relative_error
+from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.prepare import PRESETS
+
+STEPS, MICRO_BATCHES, TOLERANCE = 4, 2, 1e-9
+
+
+def _loop(model: nn.Module, optimizer: Any, data: list[list[Tensor]]) -> None:
+    """Train as a script for one GPU does, with accumulation of its own."""
+    for micro_batches in data:
+        for tokens in micro_batches:
+            loss = loss_of(model, tokens) / len(micro_batches)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def _make(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3)
+
+
+def _train_presets() -> dict[str, float]:
+    join()
+    plain = net().double()
+    data = batches(STEPS, 8)
+    _loop(plain, _optimizer(plain), [list(batch.chunk(MICRO_BATCHES)) for batch in data])
+    wanted = plain.state_dict()
+    errors = {}
+    for name in PRESETS:
+        model = net().double()
+        optimizer = _optimizer(model)
+        engine = zlaunch.prepare(model, optimizer, config=name)
+        first = engine.data_parallel_rank * MICRO_BATCHES
+        own = [list(batch.chunk(2 * MICRO_BATCHES))[first : first + MICRO_BATCHES] for batch in data]
+        _loop(engine, optimizer, [[tokens.to(engine.device) for tokens in step] for step in own])
+        assert engine.global_steps == STEPS
+        assert engine.optimizer is optimizer
+        state = engine.module.state_dict()
+        errors[name] = max(relative_error(state[key].cpu(), value) for key, value in wanted.items())
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.multi_gpu
+def test_a_plain_loop_trains_as_in_one_process() -> None:
+    for errors in run_workers(_train_presets, 2):
+        assert errors.keys() == PRESETS.keys()
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _arguments() -> None:
+    join()
+    model = net()
+    engine = zlaunch.prepare(model, _make, config="zero2", bf16=True, max_grad_norm=0.5, batch_size=3)
+    config = engine.effective_config
+    assert config.bf16.enabled
+    assert config.gradient_clipping == 0.5
+    assert engine.train_micro_batch_size_per_gpu() == 3
+    assert next(model.parameters()).dtype == torch.bfloat16
+    engine.destroy()
+
+    model = net()
+    engine = zlaunch.prepare(model, _optimizer(model), config="zero1")
+    data = TensorDataset(torch.zeros(12, 2))
+    with pytest.raises(zlaunch.ParameterError, match="Pass batch_size here"):
+        engine.dataloader(data)
+    validation = engine.dataloader(DataLoader(data, batch_size=2), training=False)
+    assert len(validation) == 6
+    assert engine.train_batch_size() == 1, "a loader for validation says nothing about training"
+    loader = engine.dataloader(DataLoader(data, batch_size=4))
+    assert len(loader) == 3
+    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (4, 4)
+    assert len(engine.dataloader(data)) == 3
+    engine.destroy()
+
+
+def test_arguments_are_used() -> None:
+    run_workers(_arguments, 1)
+
+
+def test_a_config_that_is_none_is_refused_by_name() -> None:
+    model = net()
+    with pytest.raises(zlaunch.ConfigError, match="'zero4' is no file and no preset: ddp, zero1"):
+        zlaunch.prepare(model, _optimizer(model), config="zero4")
+    with pytest.raises(zlaunch.ConfigError, match=r"no such file"):
+        zlaunch.prepare(model, _optimizer(model), config="absent/ds.json")
+    with pytest.raises(zlaunch.ConfigError, match=r"own keys instead: bf16.enabled for bf16"):
+        zlaunch.prepare(model, _optimizer(model), config={"train_batch_size": 1}, bf16=True)
+    with pytest.raises(TypeError):
+        zlaunch.prepare(model, _optimizer(model), "zero1")  # type: ignore[call-arg]  # by name alone
+
+
+# -- types
+
+
+SCRIPT = """
+import torch
+import zlaunch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+engine = zlaunch.prepare(model, optimizer, config="zero3", bf16=True)
+zlaunch.seed(1)
+x = torch.ones(2, 4, device=engine.device)
+loss: torch.Tensor = engine(x).sum()
+loss.backward()
+optimizer.step()
+engine.{method}("ckpt")
+"""
+
+
+@needs_package("mypy")
+@pytest.mark.exhaustive
+def test_a_type_checker_takes_a_right_script_and_finds_a_misspelled_method(tmp_path: Path) -> None:
+    found = []
+    # mypy does not follow the import hook of an editable installation
+    paths = {"MYPYPATH": str(Path(zlaunch.__file__).parents[1])}
+    for method in ("save_checkpoint", "save_chekpoint"):
+        script = tmp_path / f"{method}.py"
+        script.write_text(SCRIPT.format(method=method))
+        options = ["--follow-imports=silent", f"--cache-dir={tmp_path}/cache", script.name]
+        command = [sys.executable, "-m", "mypy", *options]
+        found.append(
+            subprocess.run(
+                command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | paths, check=False
+            )
+        )
+    right, wrong = found
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert wrong.returncode == 1
+    assert "not callable" in wrong.stdout
+    assert wrong.stdout.count("error:") == 1
+
+
+# -- seeds
+
+
+def _draws() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.random()), torch.rand(()).item()
+
+
+def _seeded(**options: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    zlaunch.seed(5, **options)
+    first = _draws()
+    zlaunch.seed(5, **options)
+    return first, _draws()
+
+
+def _seed_all_ranks() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    join()
+    return [_seeded(), _seeded(per_rank=True)]
+
+
+def test_a_seed_repeats_all_generators_on_all_ranks_alike_or_on_each_by_itself() -> None:
+    one, other = run_workers(_seed_all_ranks, 2)
+    for first, again in (*one, *other):
+        assert first == again
+    assert one[0] == other[0]
+    assert all(a != b for a, b in zip(one[1][0], other[1][0], strict=True))
+    assert one[1] == one[0], "rank 0 has the seed itself"
+    wrong: list[tuple[Any, type[Exception]]] = [(1.5, TypeError), (True, TypeError), (-1, ValueError)]
+    for value, error in wrong:
+        with pytest.raises(error, match="seed is"):
+            zlaunch.seed(value)
+
+
+# -- metrics
+
+
+SAMPLES = 7
+
+
+def _gather(axes: dict[str, int]) -> dict[str, Any]:
+    rank = join()
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    divided = {"train_micro_batch_size_per_gpu": 2, "parallel": axes, "tensor_parallel": {"plan": plan}}
+    engine = zlaunch.prepare(net(), _make, config=divided if axes else "zero1")
+    numbers = torch.arange(SAMPLES)
+    data = TensorDataset(numbers, torch.stack([numbers, -numbers], dim=1).double())
+    found: dict[str, Any] = {"numbers": [], "pairs": [], "losses": []}
+    loader = engine.dataloader(data, batch_size=2, training=False)
+    for own, pairs in loader:
+        joined = engine.gather_for_metrics({"numbers": own, "pairs": (pairs, own > 2)}, loader)
+        found["numbers"] += joined["numbers"].tolist()
+        found["pairs"] += joined["pairs"][0][:, 1].tolist()
+        assert joined["pairs"][1].tolist() == (joined["numbers"] > 2).tolist()
+        found["losses"].append(engine.gather_for_metrics(torch.tensor(float(engine.data_parallel_rank))))
+    uneven = torch.full((engine.data_parallel_rank + 1, 3), float(engine.data_parallel_rank))
+    found["uneven"] = engine.gather_for_metrics(uneven)[:, 0].tolist()
+    found["messages"] = []
+    wrong: list[Callable[[], Any]] = [
+        lambda: engine.gather_for_metrics([1.0]),
+        lambda: engine.gather_for_metrics(torch.zeros(2, engine.data_parallel_rank + 1)),
+        lambda: engine.gather_for_metrics(torch.zeros(1), loader),
+    ]
+    next(iter(loader))
+    for call in wrong:
+        try:
+            call()
+        except zlaunch.ParameterError as error:
+            found["messages"].append(str(error))
+    assert rank == engine.global_rank
+    engine.destroy()
+    return found
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("world", "axes"), [(2, {}), (3, {}), (4, {"tensor": 2})])
+def test_metrics_have_each_sample_once_and_in_order(world: int, axes: dict[str, int]) -> None:
+    places = world // axes.get("tensor", 1)
+    for found in run_workers(_gather, world, axes):
+        assert found["numbers"] == list(range(SAMPLES))
+        assert found["pairs"] == [-float(number) for number in range(SAMPLES)]
+        assert all(losses.tolist() == list(map(float, range(places))) for losses in found["losses"])
+        assert found["uneven"] == [float(place) for place in range(places) for _ in range(place + 1)]
+        kind, shapes, rows = found["messages"]
+        assert "expected tensors, got float" in kind
+        assert "pad the tensors" in shapes
+        assert "pass one row for each sample" in rows
