@@ -208,7 +208,7 @@ CASES: list[tuple[str, int, int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "world", "stages", "options", "section"), CASES)
 def test_training_equals_one_process(
     kind: str, world: int, stages: int, options: dict[str, Any], section: dict[str, Any]
@@ -249,6 +249,7 @@ def _resume(folder: str, stages: int, is_first: bool) -> list[float]:
     return losses + [engine.train_batch().item() for _ in range(3)]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_resumes_with_other_stages(tmp_path: Any) -> None:
     losses = run_workers(_resume, 2, str(tmp_path), 2, True)[0]
     assert losses[5:] == losses[2:5] and losses[4] < losses[0]

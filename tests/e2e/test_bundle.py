@@ -111,6 +111,7 @@ def test_a_run_that_is_going_on(tmp_path: Path) -> None:
         assert launch.wait() == 0
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_many_ranks(tmp_path: Path) -> None:
     launch = run(tmp_path, "--num_gpus=20", "--env=BAD=9", script=LINES)
     assert launch.process.returncode == 1

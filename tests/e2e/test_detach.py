@@ -146,6 +146,7 @@ def test_what_cannot_be_is_said(folder: Path) -> None:
     assert said.returncode == 2 and "no run 'zz'" in said.stderr
 
 
+@pytest.mark.exhaustive
 def test_streams_times_and_the_newest_part_of_logs(folder: Path) -> None:
     (folder / "go").touch()
     (folder / "train.py").write_text(

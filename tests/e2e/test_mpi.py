@@ -34,6 +34,7 @@ def below(name: str, folder: Path, *command: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STARTERS)
 def test_two_launches_on_one_node_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "train.py").write_text("print('trained')")

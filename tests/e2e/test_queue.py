@@ -428,6 +428,7 @@ def test_a_run_that_never_came_into_the_queue_is_no_queued_one(folder: Path) -> 
     assert listed["state"] == "ended 1"
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
     (folder / "unknown").write_text("localhost\n")
     for arguments, text in (
@@ -450,6 +451,7 @@ def test_what_cannot_be_queued_is_refused(folder: Path) -> None:
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_is_gone_ends_the_job_with_the_reason(folder: Path) -> None:
     blocker = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
     other = folder / "other"

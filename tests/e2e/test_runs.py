@@ -198,6 +198,7 @@ def test_programs_that_are_not_python_have_no_stacks(tmp_path: Path) -> None:
     assert launch.wait() == 130
 
 
+@pytest.mark.exhaustive
 def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
     done = run(tmp_path, script="pass")
     step = tmp_path / "runs" / "slurm-7.0" / "task_00000"
@@ -222,6 +223,7 @@ def test_names_below_runs_and_names_that_are_wrong(tmp_path: Path) -> None:
     assert [r["state"] for r in ps(tmp_path, step)["ranks"]] == ["exited 0"]
 
 
+@pytest.mark.exhaustive
 def test_last_is_the_newest_run(tmp_path: Path) -> None:
     assert "last: no runs in /" in zlaunch(tmp_path, "ps", "last").stderr
     for name in ("older", "newer"):

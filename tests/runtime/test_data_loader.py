@@ -231,6 +231,7 @@ class Drawn(IterableDataset[int]):
         return iter(random.sample(range(24), 24))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
 def test_a_draw_from_a_global_generator_is_the_same_everywhere(kind: str) -> None:
     """In each process and rank, whatever seeds these have, and after a resume; the model's goes on."""

@@ -92,6 +92,7 @@ def _errors_in_fp32() -> dict[str, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_fp32_is_as_exact_as_ddp(world_size: int) -> None:
     for found in run_workers(_errors_in_fp32, world_size):

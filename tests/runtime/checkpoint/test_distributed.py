@@ -104,6 +104,7 @@ def _go_on(folder: str, stage: int) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flat", "sharded", "world", "stage"),
     [(False, False, 1, 3), (True, False, 2, 2), (False, True, 2, 3), (True, True, 1, 1)],

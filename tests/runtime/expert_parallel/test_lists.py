@@ -58,6 +58,7 @@ def _train(name: str, stage: int) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["experts", "local_experts"])
 def test_any_routing_trains_as_one_process_does(name: str) -> None:
     wanted = run_workers(_train, 1, name, 0)[0]

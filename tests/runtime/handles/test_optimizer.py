@@ -146,6 +146,7 @@ def _unfreeze(way: str) -> dict[int, float]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["requires_grad", "add_param_group"])
 def test_what_is_unfrozen_is_trained(way: str) -> None:
     for found in run_workers(_unfreeze, 2, way):

@@ -112,6 +112,7 @@ def test_two_lost_neighbours_are_too_many(tmp_path: Path) -> None:
     assert [first for first, _, _ in found] == [0, 0, 0]
 
 
+@pytest.mark.exhaustive
 def test_a_node_of_several_ranks_gives_copies_of_all(tmp_path: Path) -> None:
     whole = run_workers(_first, 3, str(tmp_path), [0, 0, 1], 3)
     shutil.rmtree(tmp_path / "node0")

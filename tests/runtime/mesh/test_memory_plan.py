@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import zlaunch
@@ -49,6 +50,7 @@ def _planned() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_what_is_kept_is_planned() -> None:
     for found in run_workers(_planned, 4, env=GLOO):
         n = found["numel"][0]

@@ -173,6 +173,7 @@ def _memory(stage: int, shared: bool) -> str:
     return "free"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_memory_is_free(stage: int, env: dict[str, str]) -> None:

@@ -62,6 +62,7 @@ def _momentum(kind: str, stage: int, **more: Any) -> float:
     return worst
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
 def test_momentum_follows_betas_of_a_schedule_and_dense_steps_after_signs(kind: str, stage: int) -> None:
@@ -162,6 +163,7 @@ def _ended(change: str) -> bool:
     return bool(both[0] == both[1] and torch.isfinite(weights).all())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", ["clipper", "freeze", "dense"])
 def test_local_steps_that_are_ended(change: str) -> None:
     assert run_workers(_ended, 2, change) == [True, True]

@@ -52,6 +52,7 @@ def _events(stage: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_each_layer_is_reduced_while_the_layers_before_it_are_computed(stage: int) -> None:
     stages = (

@@ -70,6 +70,7 @@ def _train_wrapped(tensor: int) -> tuple[list[float], tuple[int, ...]]:
     return train(engine), tuple(weight.shape)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multi_gpu
 def test_a_model_inside_of_another_brings_its_plan() -> None:
     wanted, whole = run_workers(_train_wrapped, 1, 1)[0]
@@ -103,6 +104,7 @@ def test_a_checkpoint_resumes_under_any_layout(saved: Layout, others: list[Layou
     assert_resumes_under(tmp_path, saved, others, "qwen3", attention="eager", changes=TIED)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multi_gpu
 def test_an_export_is_whole(tmp_path: Path) -> None:
     assert_exports_whole_tensors(tmp_path, SHARDED, "qwen3", attention="eager", changes=TIED)

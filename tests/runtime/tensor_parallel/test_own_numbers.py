@@ -86,6 +86,7 @@ def test_ranks_drop_other_places_of_their_parts_alone() -> None:
     assert not torch.equal(first[0], first[2])  # and others in each layer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant", "inside"])
 def test_a_recomputation_drops_the_same(recompute: str) -> None:
     (wanted, _, losses), _ = run_workers(_train, 2, "")

@@ -173,6 +173,7 @@ def test_a_record_that_cannot_be_opened_says_why(scene: Scene) -> None:
     assert f"{NAME}/provenance.json cannot be read: is not a file" in scene.capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_each_difference_is_one_line(scene: Scene) -> None:
     scene.script.write_text("lr = 2\n")
     assert scene.warnings() == [

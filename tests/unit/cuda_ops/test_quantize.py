@@ -148,7 +148,7 @@ def compare_quantize(
 # -- here, on the CPU
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", BLOCKS)

@@ -101,6 +101,7 @@ def test_the_quarters_of_four_turns_are_all_exhaustive_cases(pytester: pytest.Py
     assert len(short.keys() & sampled) == TURNS
 
 
+@pytest.mark.exhaustive
 def test_the_record_has_the_time_of_what_a_test_started_and_what_is_too_much_fails_the_run(
     tmp_path: Path,
 ) -> None:
