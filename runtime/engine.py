@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from . import preemption
 from .averaging import Averaging
+from .batch_watch import BatchWatch
 from .comm.collectives import Comm
 from .config import Config, Effective
 from .data import DataSource, EngineLoader, LoaderOptions, check_data, read_source
@@ -149,12 +150,8 @@ class Engine(nn.Module):
         self.last_loss: Tensor | None = None
         """Keeps the last micro-batch's loss."""
         comm = sharded.comm
-        self._losses = StepLosses(
-            comm.device,
-            rank=comm.rank,
-            world_size=comm.world_size,
-            samples=comm.mesh.samples if comm.mesh.pipeline == 1 else 1,  # a pipeline's is a mean of all
-        )
+        self._losses = StepLosses(comm.device)
+        self._batch_watch = BatchWatch(comm.device, rank=comm.rank, mesh=comm.mesh)
         self.step_observers: list[Callable[[Engine], None]] = []
         """Are called after every optimizer step."""
         if scaler.used:
@@ -456,6 +453,12 @@ class Engine(nn.Module):
         own = [loader.state_dict() for loader in self._loaders]
         return [*own, *self._loaded_positions[len(own) :]]
 
+    def batch_history(self) -> dict[str, Any] | None:
+        """Return what identifies the batches of the last steps, for checkpoints; None before the first step.
+        Waits for numbers that are on their way from the device.
+        """
+        return self._batch_watch.state()
+
     def load_data_positions(self, positions: Sequence[Mapping[str, Any]]) -> None:
         """Set the positions of the training loaders, also of those that are made later."""
         self._loaded_positions = [dict(position) for position in positions]
@@ -590,6 +593,7 @@ class Engine(nn.Module):
         self._skipped_steps = counters["skipped_steps"]
         self._result = None
         self._method.restore_counters(counters)
+        self._batch_watch.load_state(counters.get("batches"))
 
     # -- forward and backward
 
@@ -602,6 +606,8 @@ class Engine(nn.Module):
                 args, kwargs = cast_floats((args, kwargs), self._precision.dtype)
             if self._shard_step is not None:
                 self._shard_step.check()
+            if self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self._batch_watch.note((args, kwargs))
             try:
                 with self._precision.around_forward(self.device):
                     return self.module(*args, **kwargs)
@@ -890,9 +896,12 @@ class Engine(nn.Module):
                 divisor=self._divisor_of_step,
                 clip=float(self._effective.config.gradient_clipping),
                 check_finite=self._precision.check_finite,
-                extra_stats=self._losses.numbers(),
+                extra_stats=torch.cat([self._losses.numbers(), self._batch_watch.numbers()]),
             )
         self._losses.take(result.extra_stats)
+        self._batch_watch.take(
+            result.extra_stats[StepLosses.COUNT :], self.global_steps + 1, is_resumable=bool(self._loaders)
+        )
         self._result = result
         self.accumulated = 0  # here: what follows may raise, and the step is made
         self._counted = 0

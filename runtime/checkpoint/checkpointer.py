@@ -251,7 +251,7 @@ class Checkpointer:
         task = read_environment().array_task
         array_task = {} if task is None else {_ARRAY_TASK: task}
         on_signal = {_ON_SIGNAL: True} if self._saves_for_stop else {}
-        counters = {**self._counters(), _BATCH: self._global_batch}
+        counters = {**self._counters(), _BATCH: self._global_batch, "batches": run.batch_history()}
         return {
             "written_by": {
                 "zlaunch": __version__,

@@ -5,9 +5,7 @@ the model makes of them.
 from __future__ import annotations
 
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm.axis import Axis, Channel
 from ..comm.shard_spec import spec_of
-from ..device import to_device
 from ..errors import ParameterError, RankMismatchError
+from ..fingerprint import CHUNK, FACTOR, SEED, fingerprint
 from ..zero import placeholder
 from ..zero import unit as external_writes
 from ..zero.tensors import tensors_in
@@ -217,7 +215,6 @@ def _replicated(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 _FIRST_BATCHES = 10
 _ROWS = 8
-_CHUNK = 1 << 20
 _SAME = 1e-12
 """CPUs of several kinds round the sums of equal integers differently."""
 COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -225,46 +222,9 @@ COMPUTED = {torch.float64: 1e-9, torch.float32: 1e-4}
 without a fixed order round differently. Other weights make far larger differences."""
 COMPUTED_HALF = 3e-2
 
-_LANES = {1: torch.uint8, 2: torch.int16}
-_FACTOR = 6364136223846793005
-_SEED = 20_240_229
 _WORDS = 3
 _WORD_BITS = 20
 """Divide a number into parts whose products with coefficients of as many bits float64 sums exactly."""
-
-
-@cache
-def _weights(length: int, device: torch.device) -> Tensor:
-    """Return random factors for a chunk of lanes, equal on all ranks."""
-    generator = torch.Generator().manual_seed(_SEED)
-    limits = torch.iinfo(torch.int64)
-    return to_device(torch.randint(limits.min, limits.max, (length,), generator=generator), device)
-
-
-def _sum_bits(tensor: Tensor) -> Tensor:
-    """Return a sum of all bits with weights by position, 0-dim int64 with overflow, where the tensor is."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    # 32 bits at most, so that a change of the highest one changes many bits of the product
-    lanes = flat.view(_LANES.get(flat.element_size(), torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=lanes.device)
-    length = min(_CHUNK, 1 << max(lanes.numel() - 1, 1).bit_length())
-    weights = _weights(length, lanes.device)
-    for chunk in torch.split(lanes, _CHUNK):
-        total = total * _FACTOR + (chunk * weights[: chunk.numel()]).sum()
-    return total
-
-
-def fingerprint(inputs: Any, device: torch.device) -> Tensor:
-    """Return a number of the bits, shapes and dtypes of tensors in ``inputs``: 0-dim int64 on a device."""
-    tensors = list(tensors_in(inputs))
-    shapes = [(tuple(each.shape), str(each.dtype)) for each in tensors]
-    total = torch.full((), zlib.crc32(repr(shapes).encode()), dtype=torch.int64, device=device)
-    for tensor in tensors:
-        found = _sum_bits(tensor)
-        total = total * _FACTOR + (found if found.device.type == device.type else to_device(found, device))
-    return total
 
 
 def both_ways(number: Tensor) -> Tensor:
@@ -296,7 +256,7 @@ class SameBatch:
         self._passes = 0
         self._all = torch.zeros((), dtype=torch.int64, device=self._device)
         """Is a number of all passes so far."""
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(SEED)
         others = torch.randint(1, 1 << _WORD_BITS, (axis.size - 1, _WORDS), generator=generator)
         own = torch.cat([-others.sum(0, keepdim=True), others])[axis.rank]
         self._coefficients = own.to(self._device, torch.float64)
@@ -313,7 +273,7 @@ class SameBatch:
         if always or self._every_pass or self._passes < _FIRST_BATCHES:
             self._compare(found)
         if not always:
-            self._all = self._all * _FACTOR + found
+            self._all = self._all * FACTOR + found
             self._passes += 1
 
     def _compare(self, found: Tensor) -> None:
@@ -377,8 +337,8 @@ class SameValues:
         shape = float(sum((place + 2) * size for place, size in enumerate(tensor.shape)) + index)
         found = torch.zeros(4, dtype=torch.float64, device=self._device)
         found[3].fill_(shape)
-        for begin in range(0, flat.numel(), _CHUNK):  # logits are large
-            wide = flat[begin : begin + _CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
+        for begin in range(0, flat.numel(), CHUNK):  # logits are large
+            wide = flat[begin : begin + CHUNK].to(self._device, torch.float64).nan_to_num(1.0, 2.0, 3.0)
             places = torch.arange(begin, begin + wide.numel(), device=wide.device)
             mixed = (places * 2654435761 + 40503) >> 7  # Knuth's multiplicative hashing
             for column, bits in enumerate((mixed & 1023, (mixed >> 10) & 1023)):

@@ -25,11 +25,12 @@ from ..engine import (
     without_empty,
 )
 from ..errors import ParameterError, RankMismatchError
+from ..fingerprint import fingerprint
 from ..log import detail
 from ..zero import placeholder
 from ..zero.tensors import tensors_in
 from ..zero.unit import Unit
-from .checks import both_ways, differ, fingerprint
+from .checks import both_ways, differ
 from .pipeline import (
     BATCH,
     ROUTERS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 TESTS = ("tests/runtime/test_averaging.py",)
+BATCHES = ("tests/runtime/test_batch_watch.py",)
 TOKENS = ("tests/runtime/test_token_loss.py",)
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -36,25 +37,39 @@ MUTATIONS: tuple[Mutation, ...] = (
         TESTS,
     ),
     Mutation(
-        "runtime/step_losses.py",
-        "            self._equal = self._equal + 1 if found else 0\n",
-        "            self._equal += found\n",
-        "ranks with equal losses now and then are warned of",
-        TESTS,
+        "runtime/batch_watch.py",
+        "        self._equal = {places: self._equal.get(places, 0) + 1 for places in same}\n",
+        "        for places in same:\n            self._equal[places] = self._equal.get(places, 0) + 1\n",
+        "ranks with equal batches now and then are warned of",
+        BATCHES,
     ),
     Mutation(
-        "runtime/step_losses.py",
-        "(squares * self._world_size == words.square()).all()",
-        "(squares * self._world_size == words.square()).any()",
-        "losses with some equal bits count as equal",
-        TESTS,
+        "runtime/batch_watch.py",
+        "if number and (not self._last_shown or number != self._last_shown[place]):",
+        "if number:",
+        "ranks whose input never changes are warned of",
+        BATCHES,
     ),
     Mutation(
-        "runtime/step_losses.py",
-        "return self._samples > 1 and self._steps < _WATCHED_STEPS",
-        "return self._samples > 1 and self._steps < _WATCHED_STEPS and not self._has_warned",
+        "runtime/batch_watch.py",
+        "return self._places > 1 and is_due",
+        "return self._places > 1 and is_due and not self._has_warned_of_ranks",
         "ranks send other numbers by what has arrived on their hosts",
-        TESTS,
+        BATCHES,
+    ),
+    Mutation(
+        "runtime/batch_watch.py",
+        "if known and len(set(known)) == len(known):",
+        "if known:",
+        "epochs in one order count as data that restarted",
+        BATCHES,
+    ),
+    Mutation(
+        "runtime/batch_watch.py",
+        "[*(self._repeated if follows else []), earlier]",
+        "[*self._repeated, earlier]",
+        "single batches that come again count as data that restarted",
+        BATCHES,
     ),
     Mutation(
         "runtime/averaging.py",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from tests.runtime.models import batches, config, loss_of, net, relative_error
 from tests.runtime.sequence_parallel.test_scripts import Attention
 from tests.runtime.workers import join, run_workers
 from zlaunch import sequence
-from zlaunch.runtime import step_losses
-from zlaunch.runtime.device import HostCopy
-from zlaunch.runtime.step_losses import StepLosses
 
 RATE = 0.1
 SAMPLES, TOKENS, WIDTH = 4, 6, 8
@@ -104,54 +99,6 @@ def test_prescaling_leaves_what_a_rank_keeps() -> None:
         assert without.equal(prescaled), "two is a power of two: dividing by it rounds nothing"
 
 
-SAME = "the losses of all 2 data-parallel ranks were identical for 3 steps"
-
-
-def _train_on(kind: str) -> str:
-    """Return what this rank has printed."""
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        _train_alike(kind)
-    return printed.getvalue()
-
-
-def _train_alike(kind: str) -> None:
-    rank = join()
-    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 2))
-    for step, tokens in enumerate(batches(5, 4)):
-        differs = kind == "own" or (kind == "sometimes" and step % 3 == 2)
-        own = tokens[rank * 2 : rank * 2 + 2] if differs else tokens[:2]
-        engine.backward(loss_of(engine, own))
-        engine.step()
-
-
-def test_ranks_that_train_on_the_same_samples_are_told_once() -> None:
-    for kind, count in (("same", 1), ("own", 0), ("sometimes", 0)):
-        assert [text.count(SAME) for text in run_workers(_train_on, 2, kind)] == [count, 0], kind
-
-
-class _Late(HostCopy):
-    """Arrives on the host one look later, as a copy from a GPU may."""
-
-    looks = 0
-
-    @property
-    def has_arrived(self) -> bool:
-        self.looks += 1
-        return self.looks > 1
-
-
-def test_all_ranks_send_as_many_numbers_whatever_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [StepLosses(torch.device("cpu"), rank=rank, world_size=2, samples=2) for rank in range(2)]
-    for _ in range(25):
-        for losses in ranks:
-            losses.note(torch.tensor(1.0))
-        both = [losses.numbers() for losses in ranks]
-        for kind, losses in zip((HostCopy, _Late), ranks, strict=True):
-            monkeypatch.setattr(step_losses, "HostCopy", kind)
-            losses.take(torch.stack(both).sum(0))  # fails where one has other numbers than the other
-
-
 def _train_and_drop() -> list[float]:
     """Return the mean losses of steps before which one micro-batch was dropped, and those that count."""
     join()
@@ -196,15 +143,3 @@ def test_the_loss_of_a_step_whose_micro_batches_the_script_divides() -> None:
     ranks = run_workers(_train_on_divided_losses, 2)
     for shown, *own in zip(*[ranks[0][::2], *(rank[1::2] for rank in ranks)], strict=True):
         assert shown == pytest.approx(sum(own) / 2, rel=1e-6)
-
-
-def test_losses_that_share_some_bits_are_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    for difference, count in ((2**-20, 0), (0.0, 1)):
-        ranks = [StepLosses(torch.device("cpu"), rank=rank, world_size=2, samples=2) for rank in range(2)]
-        for _ in range(4):
-            for rank, losses in enumerate(ranks):
-                losses.note(torch.tensor(1.0 + rank * difference))
-            sums = torch.stack([losses.numbers() for losses in ranks]).sum(0)
-            for losses in ranks:
-                losses.take(sums)
-        assert capsys.readouterr().out.count(SAME) == count

@@ -13,7 +13,7 @@ from tests.needs import needs_package
 from tests.runtime.model_parallel import make
 from tests.runtime.models import net
 from tests.runtime.workers import join, run_workers
-from zlaunch.runtime.parallel.checks import fingerprint
+from zlaunch.runtime.fingerprint import fingerprint
 
 CPU = torch.device("cpu")
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}

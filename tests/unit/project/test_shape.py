@@ -36,6 +36,8 @@ ORDER = (
                 "garbage",
                 "preemption",
                 "zero",
+                "fingerprint",
+                "batch_watch",
                 "optim",
                 "offload",
                 "activation",
