@@ -41,7 +41,7 @@ def choose_model(args: Any, model: Any) -> tuple[Any, nn.Module]:
     _expect("model", model, "a torch.nn.Module", lambda value: isinstance(value, nn.Module))
     kind = type(model).__name__
     if isinstance(model, Engine):
-        raise TypeError(f"model is a {kind}, which is already an engine: pass engine.module")
+        raise TypeError(f"model is already an engine ({kind}): pass engine.module")
     if _WRAPPERS & {base.__name__ for base in type(model).__mro__}:
         raise TypeError(
             f"model is a {kind}, but the engine averages gradients itself: pass the wrapped model, its "

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
@@ -108,7 +111,7 @@ class Engine(nn.Module):
         self.training_dataloader: EngineLoader | None = None
         self._loaders: list[EngineLoader] = []
         self._loaders_made = 0
-        self._is_batch_size_open = False
+        self.is_batch_size_open = False
         """Whether the first DataLoader decides how many samples a micro-batch has."""
         self._loaded_positions: list[dict[str, Any]] = []
         """Keeps the positions of the last checkpoint that was loaded, for loaders that are made later."""
@@ -200,7 +203,20 @@ class Engine(nn.Module):
             except AttributeError:
                 if name == "module":
                     raise
-                return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            try:
+                return getattr(module, name)
+            except AttributeError as error:
+                if getattr(error, "name", name) != name:  # it comes from inside a property of the model
+                    raise
+                similar = get_close_matches(name, dir(type(self)), n=1)
+                advice = f". Did you mean {similar[0]!r}?" if similar else ""
+                raise AttributeError(
+                    f"neither {type(self).__name__!r} nor its {type(module).__name__!r} has an attribute "
+                    f"{name!r}{advice}",
+                    name=name,
+                    obj=self,
+                ) from None
 
     # -- its parts
 
@@ -282,6 +298,12 @@ class Engine(nn.Module):
         """Tell whether the engine counts the micro-batches of a step, not the script."""
         return bool(self._effective.config.managed_gradient_accumulation)
 
+    @property
+    def unstepped_micro_batches(self) -> int:
+        """Return the number of micro-batches whose gradients wait for an optimizer step."""
+        # the passes since the last step() are not counted yet; a script that counts by itself has no others
+        return max(self.accumulated, self._reducer.passes)
+
     def set_batch(self, train: int, micro: int, accumulation: int) -> None:
         """Change the three batch sizes between two optimizer steps. The loader must yield such batches.
 
@@ -289,8 +311,7 @@ class Engine(nn.Module):
         OptimizerError for several micro-batches where the backward pass makes the step.
         """
         self._method.check_accumulation(accumulation)
-        # a backward pass without its step() is not counted yet
-        begun = max(self.accumulated, self._reducer.passes)
+        begun = self.unstepped_micro_batches
         if begun and accumulation != self.gradient_accumulation_steps():
             raise RuntimeError(
                 f"gradient_accumulation_steps cannot change from {self.gradient_accumulation_steps()} to "
@@ -304,13 +325,19 @@ class Engine(nn.Module):
 
     def take_batch_size_of_loader(self) -> None:
         """Take the size of micro-batches from the first DataLoader that :meth:`dataloader` is given."""
-        self._is_batch_size_open = True
+        self.is_batch_size_open = True
+
+    def how_to_accumulate(self, count: int) -> str:
+        """Return what to do for so many micro-batches in a step."""
+        if self._is_managed:
+            return f"set gradient_accumulation_steps to {count}"
+        return f"call the optimizer's step after {count} micro-batches, with losses divided by {count}"
 
     def _settle_batch_size(self, batch_size: int | None, loader: bool) -> None:
         """Take the batch size of a training loader, if it is still open. Raises ParameterError where neither
         the config nor the call says it.
         """
-        if not self._is_batch_size_open:
+        if not self.is_batch_size_open:
             return
         if batch_size is None:
             if loader:
@@ -319,9 +346,17 @@ class Engine(nn.Module):
                 "engine.dataloader: how many samples has a batch on one rank? Pass batch_size here, or to "
                 "zlaunch.prepare"
             )
-        self._is_batch_size_open = False
+        self.is_batch_size_open = False
         accumulation = self.gradient_accumulation_steps()
         self.set_batch(batch_size * accumulation * self.data_parallel_size, batch_size, accumulation)
+
+    def _warn_of_other_batch_size(self, batch_size: int | None) -> None:
+        micro = self.train_micro_batch_size_per_gpu()
+        if batch_size not in (None, micro) and not self.is_batch_size_open and self.global_rank == 0:
+            warn(
+                f"the DataLoader's batch_size is {batch_size}, but samples are counted by the config's "
+                f"train_micro_batch_size_per_gpu, {micro}: make them equal"
+            )
 
     def dataloader(
         self,
@@ -372,6 +407,7 @@ class Engine(nn.Module):
             source = read_source(data, rank=self.data_parallel_rank, ranks=self.data_parallel_size)
             if training:
                 self._settle_batch_size(source.batch_size, loader=True)
+                self._warn_of_other_batch_size(source.batch_size)
         else:
             self._settle_batch_size(batch_size, loader=False)
             source = self._source(data, batch_size, shuffle, collate_fn, num_workers, training)
@@ -477,54 +513,78 @@ class Engine(nn.Module):
         """Return tensors of all data-parallel ranks, joined along their first dimension. Collective.
 
         Args:
-            values: A tensor with one row for each sample of this rank's batch, or tuples, lists and dicts of
-                them. A tensor without dimensions, such as a loss, counts as one row.
-            loader: The loader that the batch came from. The result is then in the loader's order, and samples
-                that it repeats, because they do not divide evenly among the ranks, are left out. Without it,
-                the rows are in the order of the ranks.
+            values: A tensor with one row for each sample, or tuples, lists and dicts of them, and None.
+                Without a ``loader``, a tensor without dimensions, such as a loss, is one row.
+            loader: The loader that the samples came from. The rows are those of the batch that it has just
+                yielded, of all batches of this pass so far, or of the whole pass when it has ended. The
+                result is then in the loader's order, and samples that it repeats, because they do not divide
+                evenly among the ranks, are left out. Without it, the rows are in the order of the ranks.
 
         Returns:
             The same structure on every rank, with detached tensors on the device.
 
-        Raises ParameterError where ranks have other structures, dtypes or shapes, except for the first
-        dimension without a ``loader``, and where the loader does not know which samples are repeated.
+        Raises ParameterError where ranks have other structures, dtypes or shapes (except for the first
+        dimension without a ``loader``), for other numbers of rows than the loader's, and where the loader
+        does not know which samples are repeated.
         """
         self._check_alive()
+        if loader is not None and not isinstance(loader, EngineLoader):
+            raise TypeError(
+                f"gather_for_metrics: loader is a {type(loader).__name__}, expected what engine.dataloader "
+                "has returned"
+            )
         found, structure = tree_flatten(values)
+        self._check_metrics(found, str(structure), has_loader=loader is not None)
+        joined: list[Tensor | None] = []
         for each in found:
-            if not isinstance(each, Tensor):
-                kind = type(each).__name__
-                raise ParameterError(f"gather_for_metrics: expected tensors, got {kind}: make it a tensor")
-        kinds = [(tuple(each.shape[1:]), each.dtype) for each in found]
-        for rank, other in enumerate(self.comm.exchange((str(structure), kinds))):
-            if other != (str(structure), kinds):
-                raise ParameterError(
-                    f"gather_for_metrics: rank {rank} has {other[1]} (shapes behind the first dimension, "
-                    f"dtypes), this rank {kinds}: pad the tensors to equal shapes on all ranks"
-                )
-        kept = None if loader is None else loader.samples_in_batch()
-        return tree_unflatten([self._gathered_rows(each, kept) for each in found], structure)
+            if each is None:
+                joined.append(None)
+                continue
+            own = each.detach().to(self.device)
+            kept = None if loader is None else loader.samples_of_rows(len(own))
+            joined.append(self._gathered_rows(own.reshape(1) if own.dim() == 0 else own, kept))
+        return tree_unflatten(joined, structure)
 
-    def _gathered_rows(self, tensor: Tensor, kept: int | None) -> Tensor:
+    def _check_metrics(self, values: list[Any], structure: str, *, has_loader: bool) -> None:
+        """Raise ParameterError on every rank for what cannot be gathered on some rank. Collective."""
+        problem = None
+        kinds: list[tuple[Any, ...] | None] = []
+        for each in values:
+            if each is None:
+                kinds.append(None)
+            elif not isinstance(each, Tensor) or each.layout != torch.strided:
+                kind = each.layout if isinstance(each, Tensor) else type(each).__name__
+                problem = f"expected dense tensors, got {kind}"
+            elif each.dim() == 0 and has_loader:
+                problem = "a tensor without dimensions has no rows: gather it without the loader"
+            else:
+                # with a loader, all ranks have as many rows
+                kinds.append((tuple(each.shape if has_loader else each.shape[1:]), each.dtype))
+        mine = (problem, has_loader, structure, kinds)
+        for rank, other in enumerate(self.comm.exchange(mine)):
+            said = None
+            if other[0] is not None:
+                said = f"on rank {rank}: {other[0]}"
+            elif other[1] != has_loader:
+                said = "pass the loader on all ranks or on none"
+            elif other[2] != structure:
+                said = f"rank {rank} has other tuples, lists or dict keys than rank {self.global_rank}"
+            elif other[3] != kinds:
+                me = self.global_rank
+                said = f"rank {rank} has other shapes or dtypes ({other[3]}) than rank {me} ({kinds})"
+            if said is not None:
+                raise ParameterError(f"gather_for_metrics: {said}")
+
+    def _gathered_rows(self, rows: Tensor, kept: int | None) -> Tensor:
         """Return the rows of all data-parallel ranks: in the order of the ranks, or the first ``kept`` in the
         order of a loader, which deals samples out to the ranks in turn.
         """
-        own = tensor.detach().to(self.device)
-        rows = own.reshape(1) if own.dim() == 0 else own
         everyone = self.comm.gather_tensors(rows, "gathers values for metrics")
         mesh = self.comm.mesh
         # ranks of a tensor or sequence group have the same samples: the first of them counts
         first = {mesh.sample_position(rank): each for rank, each in reversed(list(enumerate(everyone)))}
         parts = [first[position] for position in range(mesh.samples)]
-        if kept is None:
-            return torch.cat(parts)
-        needed = -(-kept // len(parts))
-        if any(len(part) < needed or len(part) != len(parts[0]) for part in parts):
-            raise ParameterError(
-                f"gather_for_metrics: the ranks have {[len(part) for part in parts]} rows, but the loader's "
-                f"last batch has {kept} samples: pass one row for each sample, or leave out the loader"
-            )
-        return torch.stack(parts, dim=1).flatten(0, 1)[:kept]
+        return torch.cat(parts) if kept is None else torch.stack(parts, dim=1).flatten(0, 1)[:kept]
 
     @property
     def averaging(self) -> Averaging:
@@ -640,9 +700,10 @@ class Engine(nn.Module):
         ``scale_wrt_gas=False`` if the script has divided it. :meth:`step` averages gradients over the ranks.
 
         With ``loss_reduction`` "tokens" in the config, the loss is a mean over ``num_tokens`` tokens, and
-        each token of all micro-batches and ranks counts the same. A tensor with one whole number may be on
-        any device. Ranks of a sequence group pass the number of whole sequences. A loss of no tokens (0) may
-        be NaN, as torch's cross_entropy returns: it counts as nothing.
+        each token of all micro-batches and ranks counts the same. Call it once for each micro-batch, with
+        the sum of its losses. A tensor with one whole number may be on any device. Ranks of a sequence group
+        pass the number of whole sequences. A loss of no tokens (0) counts as nothing, even if it is NaN,
+        unless the model itself divides by 0.
 
         Raises TypeError for a loss or a number of tokens of another type, RuntimeError for a loss that is not
         a single number or depends on no parameter, ParameterError for ``num_tokens`` without
@@ -669,7 +730,7 @@ class Engine(nn.Module):
             try:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             finally:
-                self._sharded.loss_scaling.loss_is_scaled = False
+                self._sharded.loss_scaling.end()
             self._note_loss(loss, passes, is_share=not scale_wrt_gas, tokens=tokens)
             self._missing_step.note_backward(self.gradient_accumulation_steps(), is_first=not passes)
             return loss
@@ -681,6 +742,11 @@ class Engine(nn.Module):
         """
         tokens = self._checked_tokens(num_tokens, "call engine.scale(loss, num_tokens=...)")
         if tokens is not None:
+            if self._sharded.loss_scaling.loss_is_scaled:
+                raise ParameterError(
+                    "engine.scale() again before the backward pass of the loss that it has scaled: with "
+                    'loss_reduction "tokens", add the losses of a micro-batch first and scale their sum'
+                )
             loss = without_empty(loss, tokens)
         self._note_loss(loss, self._reducer.passes, tokens=tokens)
         return self._scaled(loss, divide=True, tokens=tokens)
@@ -695,7 +761,7 @@ class Engine(nn.Module):
             if by_tokens:
                 raise ParameterError(
                     f'loss_reduction is "tokens": {advice} with the number of tokens that the loss is a mean '
-                    'of, such as (labels != -100).sum(). "mean" needs no number'
+                    "of, such as (labels != -100).sum()"
                 )
             return None
         if not by_tokens:
@@ -730,6 +796,7 @@ class Engine(nn.Module):
     def _scaled(self, loss: Tensor, *, divide: bool, tokens: int | Tensor | None = None) -> Tensor:
         """Return the loss that a backward pass starts from."""
         self._sharded.loss_scaling.loss_is_scaled = True
+        self._sharded.loss_scaling.tokens = tokens
         factor = self._scaler.factor if self._scaler.used else 1.0
         if divide:
             factor = self.averaging.share(factor, tokens)
@@ -767,7 +834,7 @@ class Engine(nn.Module):
         if self._sharded.options.shard_grads:
             raise RuntimeError(
                 f"no_sync needs unsharded gradients, but stage {self.zero_optimization_stage()} shards them: "
-                "use gradient_accumulation_steps"
+                "leave it out. gradient_accumulation_steps accumulates, too"
             )
         self._no_sync = True
         self._missing_step.trust()
@@ -839,7 +906,8 @@ class Engine(nn.Module):
     def _warn_of_dropped_gradients(self) -> None:
         """Warn once where a step lacks the gradients of micro-batches that step() has counted."""
         passes = self._reducer.passes
-        if not (self.accumulated and self._reducer.dropped) or self._has_warned_of_drops:
+        are_missing = self._reducer.dropped and self.accumulated > 0 and passes <= self.accumulated
+        if not are_missing or self._has_warned_of_drops:
             return
         self._has_warned_of_drops = True
         if self.global_rank == 0:
@@ -862,8 +930,8 @@ class Engine(nn.Module):
                 warn(
                     f"engine.step() after {new} backward passes counts as one micro-batch of "
                     f"{self.gradient_accumulation_steps()} (gradient_accumulation_steps): call it after each "
-                    "backward pass, or set managed_gradient_accumulation to false if the script counts "
-                    "micro-batches"
+                    "backward pass. If the script itself counts micro-batches and divides the loss, set "
+                    "managed_gradient_accumulation to false and gradient_accumulation_steps to 1"
                 )
 
     def _optimizer_step(self) -> None:
@@ -875,7 +943,8 @@ class Engine(nn.Module):
         if not self._reducer.passes:
             raise RuntimeError(
                 "engine.step() without a backward pass since the last step or zero_grad(): call "
-                "engine.backward(loss) first. optimizer.step() already calls engine.step(): call only one"
+                "engine.backward(loss) or loss.backward() first. optimizer.step() already calls "
+                "engine.step(): call only one"
             )
         self._warn_of_dropped_gradients()
         self._reducer.reduce_rest()
@@ -967,6 +1036,11 @@ class Engine(nn.Module):
                     "which steps it, too: remove scheduler.step() from the script"
                 )
             self._has_warned_of_schedule = True
+        if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in self._lr_arguments:
+            raise RuntimeError(
+                'ReduceLROnPlateau needs a metric: call engine.step(lr_kwargs={"metrics": loss}), or leave '
+                "lr_scheduler out and step the scheduler in the script"
+            )
         scheduler.step(**self._lr_arguments)
         self._iteration = _iteration(scheduler)
 
@@ -1252,11 +1326,11 @@ def _whole_number(tokens: int | Tensor, device: torch.device) -> int | Tensor:
         if tokens.device.type == "cpu":
             return _whole_number(int(tokens), device)
         return tokens.detach().reshape(()).to(device)
-    if isinstance(tokens, bool) or not isinstance(tokens, int):
+    if isinstance(tokens, bool) or not isinstance(tokens, Integral):
         raise TypeError(f"num_tokens is {tokens!r}, expected a whole number or a tensor with one")
-    if tokens < 0:
-        raise ValueError(f"num_tokens is {tokens}, expected 0 or more")
-    return tokens
+    if not 0 <= tokens < 2**53:
+        raise ValueError(f"num_tokens is {tokens}, expected a number from 0 to 2**53 - 1")
+    return int(tokens)
 
 
 def without_empty(loss: Tensor, tokens: int | Tensor) -> Tensor:
@@ -1334,8 +1408,9 @@ class WholeSteps:
         engine = self._engine
         if not engine._is_managed:
             raise RuntimeError(
-                "managed_gradient_accumulation is false, but train_batch() counts the micro-batches of "
-                "a step: remove the key, or call engine.backward() and engine.step()"
+                "managed_gradient_accumulation is false (as in the presets of zlaunch.prepare), but "
+                "train_batch() counts the micro-batches of a step: use a config without the key, or call "
+                "engine.backward() and engine.step()"
             )
         micro_batches = self._take(data_iter, loss_fn, engine.gradient_accumulation_steps())
         engine.module.train()

@@ -319,7 +319,9 @@ def choose_precision(config: Config) -> Precision:
         return Precision(torch.float16, scaler, fp16.auto_cast, True)
     if config.bf16.enabled:
         narrow = config.bf16.master_weights == "stochastic"
-        return Precision(torch.bfloat16, LossScaler(), False, config.bf16.check_grad_overflow, narrow)
+        return Precision(
+            torch.bfloat16, LossScaler(), config.bf16.auto_cast, config.bf16.check_grad_overflow, narrow
+        )
     name, scale, floor = config.autocast
     # a dynamic scale has the numbers of torch.amp.GradScaler
     scaler = LossScaler(scale) if scale else LossScaler(max(2.0**16, floor), True, 2000, floor, 1)

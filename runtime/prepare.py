@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ _KEYS = {
     "fp16": "fp16.enabled",
     "compile": "compile.enabled",
     "max_grad_norm": "gradient_clipping",
+    "loss_reduction": "loss_reduction",
     "batch_size": "train_micro_batch_size_per_gpu",
 }
 """The config's key for each argument that completes a preset."""
@@ -44,6 +48,7 @@ def prepare(
     fp16: bool | None = None,
     compile: bool | None = None,
     max_grad_norm: float | None = None,
+    loss_reduction: str | None = None,
     batch_size: int | None = None,
 ) -> Engine:
     """Shard a model for a plain PyTorch loop and return the engine to call instead of the model.
@@ -61,14 +66,19 @@ def prepare(
             ``"zero2"`` (gradients, too), ``"zero3"`` (parameters, too) or ``"zero3-offload"`` (parameters and
             optimizer states are in host memory); or a config as :func:`zlaunch.initialize` takes it, with the
             defaults of DeepSpeed.
-        lr_scheduler: A scheduler that the engine steps after each update and saves with checkpoints; or None
-            where the loop does so.
-        bf16: Compute in bfloat16, with fp32 master weights.
+        lr_scheduler: A scheduler, or a callable that makes one of the optimizer. The engine steps it after
+            each update and saves it with checkpoints. None where the loop does so.
+
+    The other arguments complete a preset; a config has keys for them:
+
+        bf16: Compute in bfloat16, with fp32 master weights. Floating-point inputs are cast.
         fp16: Compute in float16, with dynamic loss scaling. The loss has to come from the model's outputs.
-        compile: Compile the model's blocks with torch.compile.
+        compile: Compile the members of the model's ModuleLists with torch.compile.
         max_grad_norm: Clip the L2 norm of the gradients in each update; None does not clip.
+        loss_reduction: ``"tokens"`` weights losses by ``engine.backward(loss, num_tokens=...)``.
         batch_size: Samples of a micro-batch on one rank; default: that of the first DataLoader that
-            ``engine.dataloader`` gets, else 1. Loaders of data sets and counts of samples use it.
+            ``engine.dataloader`` gets. Counts of samples use it (1 until it is known), and so do loaders of
+            data sets, which otherwise need a ``batch_size`` of their own.
 
     Returns:
         The engine, an ``nn.Module``. ``engine.dataloader(...)`` shares out the samples,
@@ -86,6 +96,7 @@ def prepare(
             "fp16": fp16,
             "compile": compile,
             "max_grad_norm": max_grad_norm,
+            "loss_reduction": loss_reduction,
             "batch_size": batch_size,
         }.items()
         if value is not None
@@ -95,14 +106,25 @@ def prepare(
     if preset is not None:
         settings = _complete(preset, given)
     elif given:
-        keys = ", ".join(f"{_KEYS[name]} for {name}" for name in given)
-        raise ConfigError([f"prepare: {', '.join(given)}: set the config's own keys instead: {keys}"])
-    elif isinstance(config, str) and not os.path.exists(config) and config.isidentifier():
-        raise ConfigError([f"prepare: config {config!r} is no file and no preset: {', '.join(PRESETS)}"])
+        arguments = ", ".join(f"{name}=" for name in given)
+        keys = ", ".join(_KEYS[name] for name in given)
+        raise ConfigError([f"prepare: {arguments} completes a preset. In a config, set {keys} instead"])
+    elif _is_misspelled_preset(config):
+        similar = get_close_matches(str(config).lower(), PRESETS, n=1)
+        advice = f". Did you mean {similar[0]!r}?" if similar else ""
+        raise ConfigError(
+            [f"prepare: config {config!r} is neither a preset ({', '.join(PRESETS)}) nor a file{advice}"]
+        )
     engine, *_ = initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=settings)
     if preset is not None and batch_size is None:
         engine.take_batch_size_of_loader()
     return engine
+
+
+def _is_misspelled_preset(config: object) -> bool:
+    """Return whether a config is a single word, as presets are, and no file."""
+    is_word = isinstance(config, str) and re.fullmatch(r"[\w-]{0,40}", config) is not None
+    return config is None or (is_word and not os.path.lexists(str(config)))
 
 
 def _complete(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,9 +136,13 @@ def _complete(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         "managed_gradient_accumulation": False,
         "gradient_clipping": given.get("max_grad_norm", 0.0),
     }
-    for name in ("bf16", "fp16", "compile"):
+    for name in ("bf16", "fp16"):
         if name in given:
-            settings[name] = {"enabled": given[name]}
+            settings[name] = {"enabled": given[name], "auto_cast": given[name]}
+    if "compile" in given:
+        settings["compile"] = {"enabled": given["compile"]}
+    if "loss_reduction" in given:
+        settings["loss_reduction"] = given["loss_reduction"]
     return settings
 
 
@@ -130,11 +156,11 @@ def seed(value: int, *, per_rank: bool = False) -> None:
 
     Raises TypeError or ValueError for another seed.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"seed is {value!r}, expected a whole number")
     if not 0 <= value < 2**32:
         raise ValueError(f"seed is {value}, expected a number from 0 to 2**32 - 1")
-    chosen = (value + read_environment().rank) % 2**32 if per_rank else value
+    chosen = (int(value) + read_environment().rank) % 2**32 if per_rank else int(value)
     random.seed(chosen)
     torch.manual_seed(chosen)  # also those of all GPUs
     try:

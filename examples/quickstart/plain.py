@@ -3,7 +3,7 @@ import torch
 torch.manual_seed(0)
 inputs = torch.randn(6400, 64)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
+model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 

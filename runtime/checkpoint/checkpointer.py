@@ -85,7 +85,6 @@ class Checkpointer:
         self._link = link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
-        self._global_batch = effective.config.train_batch_size
         self._options = options or effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link, is_needed=is_needed)
         self._half_loaded = ""
@@ -159,11 +158,11 @@ class Checkpointer:
         run = self._run
         options = self._options
         steps = run.global_steps
-        left = run.accumulated
+        left = run.unstepped_micro_batches
         if left and comm.rank == 0:
             warn(
                 "saving between two optimizer steps: the checkpoint does not contain the gradients of the "
-                f"last {left} micro-batches"
+                f"last {left} micro-batch{'es' if left > 1 else ''}"
             )
         # One save at a time: the next snapshot uses the memory of the former one again, and its failure must
         # be raised before it is replaced.
@@ -251,7 +250,7 @@ class Checkpointer:
         task = read_environment().array_task
         array_task = {} if task is None else {_ARRAY_TASK: task}
         on_signal = {_ON_SIGNAL: True} if self._saves_for_stop else {}
-        counters = {**self._counters(), _BATCH: self._global_batch, "batches": run.batch_history()}
+        counters = {**self._counters(), _BATCH: run.train_batch_size(), "batches": run.batch_history()}
         return {
             "written_by": {
                 "zlaunch": __version__,
@@ -491,8 +490,8 @@ class Checkpointer:
     def _tell_batch(self, counters: Mapping[str, int], ranks: int) -> None:
         """Say in a line that the global batch differs from the checkpoint's, as the number of ranks does."""
         steps = counters["global_steps"]
-        now = self._global_batch
-        if ranks == self._comm.world_size or not steps or not now:
+        now = self._run.train_batch_size()
+        if ranks == self._comm.world_size or not steps or self._run.is_batch_size_open:
             return
         before = counters.get(_BATCH)
         rest = 0
@@ -509,7 +508,7 @@ class Checkpointer:
         if before % samples:
             advice = f"{before} cannot be kept: it is not a multiple of {samples}"
         elif is_exact:
-            advice = f"to keep {before}, set gradient_accumulation_steps to {more}"
+            advice = f"to keep {before}, {self._run.how_to_accumulate(more)}"
         else:
             micro = before / (samples * accumulation)
             size = (

@@ -422,14 +422,14 @@ class Comm:
         kinds = self.exchange((tensor.shape, tensor.dtype), what)
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
         # Bytes: gloo knows fewer dtypes than torch. All rows begin where any dtype may.
-        room = -(-max(sizes) // 16) * 16
+        room = 16 * (max(sizes) // 16 + 1)
         own = torch.zeros(room, dtype=torch.uint8, device=self.device)
         own[: sizes[self.rank]] = tensor.reshape(-1).view(torch.uint8)
         rows = torch.empty(self.world_size, room, dtype=torch.uint8, device=self.device)
         work = dist.all_gather(list(rows), own, group=self._world.gather_group, async_op=True)
         Work(work, *self._control(what), rows).wait()
         return [
-            row[:size].view(dtype).reshape(shape)
+            row[: -(-size // 16) * 16].view(dtype)[: shape.numel()].reshape(shape)
             for row, size, (shape, dtype) in zip(rows, sizes, kinds, strict=True)
         ]
 

@@ -66,6 +66,8 @@ class BF16(Section):
 
     enabled: Bool = ok(False)
     """Train in bf16."""
+    auto_cast: Bool = ok(False)
+    """Cast floating-point inputs to bf16 (zlaunch's own key)."""
     immediate_grad_update: Bool = always(False, "zlaunch accumulates them immediately", holds=True)
     """Add gradients to the fp32 buffer as soon as they are produced."""
     check_grad_overflow: Bool = ok(True, "check_overflow")

@@ -91,6 +91,8 @@ class EngineLoader:
         self._ranks = world_size
         self._resumed = 0
         """Counts the units of all ranks behind which the present epoch was resumed."""
+        self._ended_at: tuple[int, int] | None = None
+        """Has the first unit and this rank's batches of the last pass, if it has ended."""
         self._has_resumed = False
         self._clock = clock
         self._begun_at: int | None = None
@@ -157,11 +159,13 @@ class EngineLoader:
         except TypeError:
             return None
 
-    def samples_in_batch(self) -> int:
-        """Return how many samples the last batch has on all ranks, without those that come again because the
-        samples do not divide evenly among the ranks.
+    def samples_of_rows(self, rows: int) -> int:
+        """Return how many samples of all ranks this rank's rows stand for, without those that come again
+        because the samples do not divide evenly among the ranks. ``rows`` are those of the last batch, or of
+        all batches of the pass so far; also of the whole pass, when it has ended.
 
-        Raises ParameterError for a stream, whose length is not known, and for batches of a batch sampler.
+        Raises ParameterError for other numbers of rows, for a stream, whose length is not known, and for
+        batches of a batch sampler.
         """
         length = self._length()
         if length is None or self._unit == "batches":
@@ -169,8 +173,26 @@ class EngineLoader:
             raise ParameterError(
                 f"{self.name} reads {what}, so it does not know which samples of a batch are repeated"
             )
-        before = self._resumed + (self.taken - 1) * self._step_units
-        return min(self._step_units, length - before)
+        if self._ended_at is None:
+            begin = self._resumed
+            end = min(length, begin + self.taken * self._step_units)
+            last = min(length, begin + (self.taken - 1) * self._step_units)
+            choices = {-(-(end - start) // self._ranks): end - start for start in (begin, last) if self.taken}
+        else:
+            begin, batches = self._ended_at
+            end = min(length, begin + batches * self._step_units)
+            # not the last batch alone: a loop over list(loader) would pass each as if it were the last
+            choices = {-(-(end - begin) // self._ranks): end - begin}
+        if rows not in choices:
+            expected = " or ".join(map(str, choices)) or "no"
+            where = "before its first batch" if not choices else "its last batch, or all of this pass"
+            if self._ended_at is not None:
+                where = "all batches of the pass that has ended"
+            raise ParameterError(
+                f"{self.name}: {rows} rows of this rank, but {expected} samples in {where}: pass one row for "
+                "each sample, right after each batch, or once after the loop with the rows of all batches"
+            )
+        return choices[rows]
 
     # -- an epoch
 
@@ -200,6 +222,7 @@ class EngineLoader:
         self._begun_at = None if self._clock is None else self._clock()
         self._passes += 1
         self.taken = 0
+        self._ended_at = None
         self._first = None
         self._same_order.next_epoch()
         # Transforms in worker processes draw other numbers on each rank and in each epoch.
@@ -239,6 +262,7 @@ class EngineLoader:
                 )
             yield batch
         if own == self._passes:
+            self._ended_at = self._resumed, self.taken
             self.taken = 0
             self._resumed = 0
             self._first = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from ..errors import ParameterError, RankMismatchError
 from ..fingerprint import fingerprint
 from ..log import detail
 from ..zero import placeholder
+from ..zero.hooks import zero_without
 from ..zero.tensors import tensors_in
 from ..zero.unit import Unit
 from .checks import both_ways, differ
@@ -133,6 +135,8 @@ class PipelineSchedule(WholeSteps):
         """
         engine = self._engine
         engine._sharded.loss_scaling.loss_is_scaled = True
+        # Passes of several micro-batches are under way; hooks of each output know its tokens.
+        engine._sharded.loss_scaling.tokens = None
         engine._reducer.sync = is_last and engine._reducer.has_order and not self._pipeline.tied
 
     def check_call(self, what: str) -> None:
@@ -265,6 +269,10 @@ class PipelineSchedule(WholeSteps):
         loss, tokens = self.weighted(self._loss_of(output, labels), tokens)
         if tokens is not None:
             loss = without_empty(loss, tokens)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    hook = partial(zero_without, tokens)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own is untyped
         self._losses.append((loss.detach(), tokens))
         if not torch.is_grad_enabled():
             return loss

@@ -294,20 +294,28 @@ class LossScaling:
         micro_share: a micro-batch's part of a step, for a backward pass that the caller starts.
         loss_is_scaled: the backward pass that is under way, or comes next, starts at a loss multiplied
             already.
+        tokens: the number of tokens of its loss; None where losses are not weighted. Without tokens, the
+            gradients of the model's outputs are zero, also where the script's mean (0 / 0) makes NaN of them.
+            Not those of parameters: an expert has gradients of other ranks' tokens.
     """
 
     def __init__(self) -> None:
         self.factor: Callable[[], float | Tensor] | None = None
         self.micro_share: Callable[[], float] = lambda: 1.0
+        self.tokens: int | Tensor | None = None
         self.loss_is_scaled = False
         self._at_outputs = False
 
     def end(self) -> None:
         """Forget how the pass began."""
-        self.loss_is_scaled = self._at_outputs = False
+        self.loss_is_scaled = False
+        self._at_outputs = False
+        self.tokens = None
 
     def at_output(self, grad: Tensor) -> Tensor | None:
         """Scale the gradient of one of the model's outputs; return None to leave it unchanged."""
+        if self.tokens is not None:
+            return zero_without(self.tokens, grad)
         if self.factor is None or self.loss_is_scaled:
             return None
         self._at_outputs = True
@@ -325,6 +333,13 @@ class LossScaling:
             )
         share = self.micro_share()
         return grad if share == 1.0 else grad * share
+
+
+def zero_without(tokens: int | Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient, or zeros where its loss has no tokens."""
+    if isinstance(tokens, int):
+        return grad if tokens else torch.zeros_like(grad)
+    return torch.where(tokens > 0, grad, torch.zeros_like(grad))
 
 
 # -- hooks ------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,17 @@ def _arguments() -> None:
     assert len(loader) == 3
     assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (4, 4)
     assert len(engine.dataloader(data)) == 3
+    with pytest.raises(AttributeError, match=r"nor its 'Net' has .* 'save_chekpoint'. Did you mean 'save_ch"):
+        engine.save_chekpoint("ckpt")  # type: ignore[operator]
+    assert not hasattr(engine, "absent")
+    engine.destroy()
+
+    engine = zlaunch.prepare(nn.Linear(4, 4), _make, bf16=True, loss_reduction="tokens")
+    assert engine(torch.ones(2, 4)).dtype == torch.bfloat16, "inputs are cast"
+    loss = engine(torch.ones(2, 4)).square().mean()
+    engine.backward(loss, num_tokens=2)
+    engine.step()
+    assert engine.global_steps == 1
     engine.destroy()
 
 
@@ -102,13 +115,42 @@ def test_arguments_are_used() -> None:
     run_workers(_arguments, 1)
 
 
+def _warn_of_what_is_lost(folder: str) -> list[str]:
+    join()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        model = net()
+        optimizer = _optimizer(model)
+        engine = zlaunch.prepare(model, optimizer, config="zero2")
+        tokens = batches(1, 2)[0]
+        data = TensorDataset(tokens)
+        engine.dataloader(DataLoader(data, batch_size=2))
+        engine.dataloader(DataLoader(data, batch_size=1))
+        loss_of(engine, tokens).backward()
+        engine.save_checkpoint(folder)
+        optimizer.step()
+        engine.save_checkpoint(folder)
+        engine.destroy()
+    return [line for line in printed.getvalue().splitlines() if "warning" in line]
+
+
+def test_gradients_that_a_save_leaves_out_and_other_batch_sizes_are_warned_of(tmp_path: Path) -> None:
+    for size, _same_data, lost in run_workers(_warn_of_what_is_lost, 1, str(tmp_path)):
+        assert "batch_size is 1, but samples are counted by the config's" in size
+        assert "does not contain the gradients of the last 1 micro-batch" in lost
+
+
 def test_a_config_that_is_none_is_refused_by_name() -> None:
     model = net()
-    with pytest.raises(zlaunch.ConfigError, match="'zero4' is no file and no preset: ddp, zero1"):
-        zlaunch.prepare(model, _optimizer(model), config="zero4")
-    with pytest.raises(zlaunch.ConfigError, match=r"no such file"):
-        zlaunch.prepare(model, _optimizer(model), config="absent/ds.json")
-    with pytest.raises(zlaunch.ConfigError, match=r"own keys instead: bf16.enabled for bf16"):
+    wrong = {
+        "zero4": r"'zero4' is neither a preset \(ddp, .*\) nor a file. Did you mean 'zero3'",
+        "zero-3": r"Did you mean 'zero3'",
+        "absent/ds.json": "no such file",
+    }
+    for config, message in wrong.items():
+        with pytest.raises(zlaunch.ConfigError, match=message):
+            zlaunch.prepare(model, _optimizer(model), config=config)
+    with pytest.raises(zlaunch.ConfigError, match=r"bf16= completes a preset.* set bf16.enabled instead"):
         zlaunch.prepare(model, _optimizer(model), config={"train_batch_size": 1}, bf16=True)
     with pytest.raises(TypeError):
         zlaunch.prepare(model, _optimizer(model), "zero1")  # type: ignore[call-arg]  # by name alone
@@ -209,26 +251,39 @@ def _gather(axes: dict[str, int]) -> dict[str, Any]:
     data = TensorDataset(numbers, torch.stack([numbers, -numbers], dim=1).double())
     found: dict[str, Any] = {"numbers": [], "pairs": [], "losses": []}
     loader = engine.dataloader(data, batch_size=2, training=False)
+    rows = []
     for own, pairs in loader:
+        rows.append(own)
+        so_far = engine.gather_for_metrics(torch.cat(rows), loader).tolist()
         joined = engine.gather_for_metrics({"numbers": own, "pairs": (pairs, own > 2)}, loader)
         found["numbers"] += joined["numbers"].tolist()
         found["pairs"] += joined["pairs"][0][:, 1].tolist()
         assert joined["pairs"][1].tolist() == (joined["numbers"] > 2).tolist()
         loss = torch.tensor(float(engine.data_parallel_rank))
         found["losses"].append(engine.gather_for_metrics(loss).tolist())
+        assert so_far == found["numbers"]
+    found["whole"] = engine.gather_for_metrics(torch.cat(rows), loader).tolist()
+    ahead = list(loader)
     uneven = torch.full((engine.data_parallel_rank + 1, 3), float(engine.data_parallel_rank))
     found["uneven"] = engine.gather_for_metrics(uneven)[:, 0].tolist()
     found["messages"] = []
     wrong: list[Callable[[], Any]] = [
+        lambda: engine.gather_for_metrics(ahead[0], loader),
         lambda: engine.gather_for_metrics([1.0]),
         lambda: engine.gather_for_metrics(torch.zeros(2, engine.data_parallel_rank + 1)),
-        lambda: engine.gather_for_metrics(torch.zeros(1), loader),
+        lambda: engine.gather_for_metrics(torch.zeros(5), loader),
+        lambda: engine.gather_for_metrics(torch.tensor(1.0), loader),
+        lambda: engine.gather_for_metrics(torch.zeros(2), None if engine.data_parallel_rank else loader),
+        lambda: engine.gather_for_metrics([torch.zeros(2)] * (1 + engine.data_parallel_rank)),
+        lambda: engine.gather_for_metrics(torch.zeros(1), loader.loader),  # type: ignore[arg-type]
     ]
-    next(iter(loader))
+    empty = engine.gather_for_metrics(torch.zeros(0, 3), None)
+    assert (empty.shape, empty.dtype) == ((0, 3), torch.float32)
+    assert engine.gather_for_metrics(None) is None
     for call in wrong:
         try:
             call()
-        except zlaunch.ParameterError as error:
+        except (zlaunch.ParameterError, TypeError) as error:
             found["messages"].append(str(error))
     assert rank == engine.global_rank
     engine.destroy()
@@ -244,7 +299,16 @@ def test_metrics_have_each_sample_once_and_in_order(world: int, axes: dict[str, 
         assert found["pairs"] == [-float(number) for number in range(SAMPLES)]
         assert all(losses == list(map(float, range(places))) for losses in found["losses"])
         assert found["uneven"] == [float(place) for place in range(places) for _ in range(place + 1)]
-        kind, shapes, rows = found["messages"]
-        assert "expected tensors, got float" in kind
-        assert "pad the tensors" in shapes
-        assert "pass one row for each sample" in rows
+        assert found["whole"] == list(range(SAMPLES))
+        said = (
+            "samples in all batches of the pass that has ended: pass one row for each sample",
+            "expected dense tensors, got float",
+            "has other shapes or dtypes",
+            "5 rows of this rank",
+            "gather it without the loader",
+            "pass the loader on all ranks or on none",
+            "other tuples, lists or dict keys",
+            "expected what engine.dataloader has returned",
+        )
+        for message, wanted in zip(found["messages"], said, strict=True):
+            assert wanted in message

@@ -52,6 +52,13 @@ def _count(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
+def _own_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean as scripts write it: 0 / 0 for no tokens, whose gradient is NaN as well."""
+    each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    mask = (labels != IGNORED).flatten()
+    return (each * mask).sum() / mask.sum()
+
+
 def _pair(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return _mean(logits, labels), _count(labels)
 
@@ -89,7 +96,7 @@ def _train(engine: Any) -> list[float]:
             losses.append(engine.train_batch(iter(micro_batches), _pair).item())
             continue
         for own, wanted in micro_batches:
-            loss = _loss(engine, own, wanted)
+            loss = _own_mean(engine(own), wanted) if step < 2 else _loss(engine, own, wanted)
             if step == 0:
                 engine.backward(loss, num_tokens=int(_count(wanted)))
             elif step == 1:
@@ -240,6 +247,10 @@ def _messages() -> list[str]:
     note(lambda: engine.backward(_loss(engine, inputs, labels), num_tokens=labels != IGNORED))
     note(lambda: engine.backward(_loss(engine, inputs, labels), scale_wrt_gas=False, num_tokens=3))
     note(lambda: engine.train_batch(iter([(inputs, labels)]), _mean))
+    unused = engine.scale(_loss(engine, inputs, labels), num_tokens=3)
+    note(lambda: engine.scale(_loss(engine, inputs, labels), num_tokens=3))
+    (unused * 0).backward()
+    engine.zero_grad()
     engine.backward(_loss(engine, inputs, labels), num_tokens=_count(labels))
     note(lambda: zlaunch.safe_get_full_grad(next(iter(engine.module.parameters()))))
     engine.destroy()
@@ -257,10 +268,11 @@ def test_what_is_refused() -> None:
         'ParameterError: loss_reduction is "tokens": call engine.backward(loss, num_tokens=...) with',
         'ParameterError: loss_reduction is "tokens": call engine.backward(loss, num_tokens=...) instead of',
         "TypeError: num_tokens is 2.5, expected a whole number",
-        "ValueError: num_tokens is -1, expected 0 or more",
+        "ValueError: num_tokens is -1, expected a number from 0",
         "TypeError: num_tokens is a torch.bool tensor of shape [8, 6], expected one whole number",
         "ParameterError: scale_wrt_gas=False",
         'ParameterError: loss_reduction is "tokens": add "num_tokens" to the micro-batch, or return',
+        "ParameterError: engine.scale() again before the backward pass",
         'ParameterError: loss_reduction is "tokens": before engine.step()',
         "ParameterError: num_tokens has no effect",
         "ParameterError: num_tokens has no effect",
