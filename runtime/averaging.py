@@ -56,9 +56,9 @@ class Averaging:
     predivide: float
     """Divides gradients before they are sent."""
     by_tokens: bool
-    """Tells whether losses are weighted by their numbers of tokens."""
+    """Whether losses are weighted by their numbers of tokens."""
     sharers: int
-    """Counts the ranks that count the same tokens: those of a tensor, a sequence and a pipeline group."""
+    """Number of ranks that count the same tokens: of a tensor, a sequence and a pipeline group together."""
 
     @classmethod
     def of(cls, config: Config, mesh: MeshShape) -> Averaging:
@@ -89,9 +89,9 @@ class Averaging:
     def divisor(self, *, is_predivided: bool, tokens: float | Tensor = 0.0) -> float | Tensor:
         """Return the divisor of the sum of all ranks' gradients, but for the loss scale.
 
-        ``is_predivided``: they were divided by ``predivide`` before they were sent. ``tokens``: the sum over
-        all ranks of the numbers of tokens that each has counted in the step; 0 for unknown, or where they do
-        not count. Without any token the gradient is zero, and so is what it makes with a divisor for one.
+        ``is_predivided``: they were divided by ``predivide`` before they were sent. ``tokens``: the tokens
+        that the ranks have counted in the step, summed over all ranks; used only if losses are weighted by
+        them. A step without any token has gradients of zero, which are divided as for one token.
         """
         whole: float | Tensor = float(self.sequence * (self.samples if self.is_mean else 1))
         if self.by_tokens:

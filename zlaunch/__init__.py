@@ -58,6 +58,7 @@ _LAZY = {
     "CheckpointError": ("zlaunch.runtime.checkpoint.format.tensor_file", "CheckpointError"),
     "ConfigError": ("zlaunch.runtime.config", "ConfigError"),
     "resume_dir": ("zlaunch.runtime.checkpoint.resume", "resume_dir"),
+    "data": ("zlaunch.data", ""),
     "optim": ("zlaunch.optim", ""),
     "launch": ("zlaunch.jobs", "launch"),
     "FunctionJob": ("zlaunch.jobs", "FunctionJob"),
@@ -92,6 +93,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "data",
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "initialize",
@@ -115,6 +117,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from zlaunch import data as data
     from zlaunch import optim as optim
     from zlaunch import sequence as sequence
     from zlaunch import zero as zero

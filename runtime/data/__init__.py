@@ -3,7 +3,8 @@
 Read ``loader`` (what scripts iterate over, and its position), then where samples come from: ``order`` (data
 sets with indices), ``stream`` (those without) and ``adopt`` (the script's own DataLoader). ``same_order``
 finds out whether all ranks see the same order, which sharing it out takes for granted, and ``draws`` makes
-the order of what draws from global generators the same.
+the order of what draws from global generators the same. ``packing`` is what scripts put into their loaders
+for samples of different lengths.
 """
 
 from .adopt import DataSource, check_data, read_source
