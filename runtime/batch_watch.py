@@ -106,7 +106,7 @@ class BatchWatch:
         """Take the sums of step ``step``, where they are. ``is_resumable``: the loaders resume by themselves,
         so that no batch of an earlier step comes again by mistake.
         """
-        self._coming.append(_Step(step, HostCopy(list(sums))))
+        self._coming.append(_Step(step, HostCopy(sums)))
         self._steps += 1
         self.clear()
         if is_resumable:

@@ -62,14 +62,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class HostCopy:
     """Holds the numbers of one step as they are now; those on a GPU are being copied to the host."""
 
-    def __init__(self, numbers: Sequence[float | Tensor]) -> None:
-        """Start the copy: one for all tensors of one element on a GPU, in float64, on the present stream."""
-        away = [n.detach().reshape(()).double() for n in numbers if isinstance(n, Tensor) and n.is_cuda]
-        self._here = [None if isinstance(n, Tensor) and n.is_cuda else float(n) for n in numbers]
+    def __init__(self, numbers: Sequence[float | Tensor] | Tensor) -> None:
+        """Start the copy: one for all that is on a GPU, in float64, on the present stream. ``numbers`` are
+        floats and tensors of one element, or one tensor (n,).
+        """
         self._event: torch.cuda.Event | None = None
-        if away:
+        away: Tensor | None = None
+        if isinstance(numbers, Tensor):
+            self._here: list[float | None] = [None] * len(numbers) if numbers.is_cuda else numbers.tolist()
+            if numbers.is_cuda:
+                away = numbers.detach().double()
+        else:
+            self._here = [None if isinstance(n, Tensor) and n.is_cuda else float(n) for n in numbers]
+            there = [n.detach().reshape(()).double() for n in numbers if isinstance(n, Tensor) and n.is_cuda]
+            if there:
+                away = torch.stack(there)
+        if away is not None:
             self._copied = torch.empty(len(away), dtype=torch.float64, pin_memory=True)
-            self._copied.copy_(torch.stack(away), non_blocking=True)
+            self._copied.copy_(away, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
             self._event.record()
 

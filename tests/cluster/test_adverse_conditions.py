@@ -254,6 +254,7 @@ def test_a_task_whose_zlaunch_is_killed_ends_the_step(cluster: Testbed, tmp_path
         process.communicate()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("command", "states", "words"),
     [

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.helpers import ROOT
 from tests.limits import LIMIT_S
 from zlaunch.cli.doctor import _meet
@@ -61,6 +63,7 @@ def test_a_host_that_is_not_there_leaves_the_others_shown(cluster: Any, tmp_path
     assert [host["host"] for host in data["hosts"] if host["python"]] == list(cluster.hosts)
 
 
+@pytest.mark.exhaustive
 def test_no_python_there_and_no_such_interface(cluster: Any, tmp_path: Path) -> None:
     done = doctor(cluster, tmp_path, "--hostfile", cluster.hostfile, "--venv", "/nowhere")
     assert done.returncode == 1 and done.stdout.count("there is no such Python") == len(cluster.hosts)

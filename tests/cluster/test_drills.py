@@ -115,6 +115,7 @@ def test_a_node_is_cut_off(cluster: Testbed, tmp_path: Path, script: str) -> Non
         cluster.heal("n3")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hard", [False, True], ids=["soft", "hard"])
 @SCRIPTS
 def test_a_node_is_rebooted(cluster: Testbed, tmp_path: Path, script: str, hard: bool) -> None:

@@ -159,6 +159,7 @@ def test_a_full_disk_on_one_node(cluster: Testbed, tmp_path: Path) -> None:
         cluster.enter("n2", "umount", str(tmp_path / "data"))
 
 
+@pytest.mark.exhaustive
 def test_a_noisy_and_slow_bashrc(cluster: Testbed, tmp_path: Path) -> None:
     cluster.bashrc.write_text('echo welcome; echo \'{"type": "hello"\' ; echo oops >&2; sleep 2\n')
     try:
@@ -340,6 +341,7 @@ def mpirun(cluster: Testbed) -> tuple[str, ...]:
     return ("mpirun.openmpi", "--allow-run-as-root", *agent, *hosts, "-x", "PYTHONPATH")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.needs("mpirun.openmpi")
 def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> None:
     script = """

@@ -215,6 +215,7 @@ def test_secrets_are_not_written_down(tmp_path: Path) -> None:
     assert "WANDB_API_KEY" in shown and "abc123" not in shown
 
 
+@pytest.mark.exhaustive
 def test_a_slow_start_says_what_it_waits_for(tmp_path: Path) -> None:
     from tests.e2e.test_preload import _broken_torch
 
@@ -262,6 +263,7 @@ def test_a_full_disk_under_the_logs_is_told_once(tmp_path: Path) -> None:
     assert launch.err.count("cannot write") == 1 and "the run goes on" in launch.err, launch.err
 
 
+@pytest.mark.exhaustive
 def test_two_launches_into_one_folder(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("import time; time.sleep(3)")
     command = [sys.executable, "-m", "zlaunch", "-q", "--run_dir=run", "w.py"]

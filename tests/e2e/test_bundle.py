@@ -57,6 +57,7 @@ def unpack(path: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_failed_and_has_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHELL_KEY", FROM_SHELL)
     arguments = ("--password", FROM_OPTION, f"http://bob:{FROM_OPTION}@host/")
@@ -193,6 +194,7 @@ def test_mistakes(arguments: list[str], text: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "here").read_text() == "mine"
 
 
+@pytest.mark.exhaustive
 def test_an_existing_archive_is_replaced_on_demand_only(tmp_path: Path) -> None:
     run(tmp_path, "--num_gpus=1", script=LINES)
     assert zlaunch(tmp_path, "bundle", "run").returncode == 0

@@ -59,6 +59,7 @@ def write_run(folder: Path, name: str, started: int, *, lives: bool) -> None:
     (path / "launcher.json").write_text(json.dumps(record))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.helpers import ROOT, alive, exists
 from tests.limits import LIMIT_S, wait_until
 
@@ -93,6 +95,7 @@ def test_results_and_failures_arrive_here(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_last_attempt_counts_and_forked_children_launch_too(tmp_path: Path) -> None:
     python(
         tmp_path,

@@ -92,7 +92,7 @@ DRILLS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drill", DRILLS)
 def test_stubborn_workers_and_their_grandchildren_are_gone(tmp_path: Path, drill: str) -> None:
     """The workers ignore SIGTERM and have children in their group, in new sessions, and orphaned."""

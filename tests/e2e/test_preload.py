@@ -118,6 +118,7 @@ def test_when_it_fails_the_workers_start_by_themselves(tmp_path: Path, act: str)
     assert launch.log(1) == "fine\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", ["terminate", "kill"])
 def test_a_stop_while_it_imports_leaves_nothing(tmp_path: Path, stop: str) -> None:
     launch = Launch(

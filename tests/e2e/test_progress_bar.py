@@ -150,6 +150,7 @@ def test_a_run_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     assert (copied, ended) == ("copied 100%", "ended 0") and "━ 30/30 " in bar, terminal.lines
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_stopped_and_continued_from_the_shell(terminal: Terminal, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(
         textwrap.dedent(WORKER) + "print('last', flush=True)\nsteps(21, 31)\n"

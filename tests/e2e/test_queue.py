@@ -408,6 +408,7 @@ def test_a_run_is_named_in_any_way(folder: Path) -> None:
     assert done.returncode == 2 and "there is no job" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_daemon_whose_folder_is_removed_ends(folder: Path) -> None:
     run = submit(folder, "--num_gpus=1", "train.py", "0", "0")
     assert zlaunch(folder, "wait", run).returncode == 0

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.helpers import ROOT, exists
 from tests.limits import LIMIT_S, wait_until
 from tests.unit.supervisor.test_git_state import git
@@ -82,6 +84,7 @@ def test_a_run_is_recorded_and_started_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_git_that_hangs_does_not_delay_a_run(tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "git"
     fake.parent.mkdir()

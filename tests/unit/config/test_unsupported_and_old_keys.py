@@ -224,7 +224,7 @@ def test_known_keys_in_the_wrong_place(source: dict[str, Any], line: str) -> Non
 
 
 def test_a_key_that_only_another_precision_has() -> None:
-    assert problems({"bf16": {"auto_cast": True}}) == ["bf16.auto_cast: unknown key, only fp16 has it"]
+    assert problems({"bf16": {"hysteresis": 2}}) == ["bf16.hysteresis: unknown key, only fp16 has it"]
 
 
 def test_every_known_key_is_known_everywhere() -> None:
