@@ -111,8 +111,14 @@ class BatchWatch:
         self.clear()
         if is_resumable:
             self._looks_left = 0
-        while self._coming and self._coming[0].copy.has_arrived:
+        while self._coming and self._has_first_arrived:
             self._look()
+
+    @property
+    def _has_first_arrived(self) -> bool:
+        """Whether the first step's numbers are here. A GPU has hardly begun with those of the newest step."""
+        copy = self._coming[0].copy
+        return copy.is_done or (len(self._coming) > 1 and copy.has_arrived)
 
     @property
     def _shows_ranks(self) -> bool:
