@@ -1,8 +1,9 @@
 """Notices ranks that train on the same batch, and batches that come again after a resume.
 
 Note [Batch numbers]
-    Each training pass makes a number of its inputs, where they are. The numbers of a step's micro-batches
-    are combined into one of 40 bits, in which 0 means unknown: the pass had no tensors. It travels in the
+    Each training pass makes a number of a part of its inputs, where they are. The numbers of a step's
+    micro-batches are combined into one of 40 bits, in which 0 means unknown: a pass had no tensors, or
+    something else that may differ, such as a sparse tensor or an object of the script. It travels in the
     all-reduce that every step makes, in two ways. The sum over the data-parallel ranks, which float64 adds
     exactly for up to 1,024 of them, identifies the step's global batch; the last 65,536 sums are saved in
     checkpoints. In some steps each rank also has a place of its own in a vector of zeros, whose sum shows
@@ -20,23 +21,28 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .device import HostCopy
 from .fingerprint import FACTOR, sampled_fingerprint
 from .log import warn
 from .mesh import MeshShape
-from .zero.tensors import tensors_in
 
 _EQUAL_STEPS = 3
 """Steps in a row that are reported: fewer may be a coincidence of small batches."""
 _FIRST_STEPS = 20
 _EVERY_STEPS = 100
 """Ranks are compared in the first steps, and in the first few of every hundred."""
-_TENSORS = 2
+_TENSORS = 8
+_READABLE = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+)
+"""Dtypes of which torch can take elements."""
 _BITS = 40
 _KEPT = 1 << 16
-_LOOKS = 100
-"""Steps after a resume that are compared with those before it."""
 _ADVICE = (
     "Iterate over engine.dataloader(loader), or use a DistributedSampler with "
     "num_replicas=engine.data_parallel_size and rank=engine.data_parallel_rank"
@@ -47,6 +53,7 @@ class _Step(NamedTuple):
     """A step whose numbers may still be on their way to the host."""
 
     number: int
+    is_shared_out: bool
     copy: HostCopy
 
 
@@ -62,6 +69,7 @@ class BatchWatch:
         first = next(other for other in range(mesh.ranks) if mesh.sample_position(other) == self._place)
         self._counts = rank == first
         self._number: Tensor | None = None
+        self._is_unknown = False
         self._steps = 0
         self._coming: deque[_Step] = deque()
         self._equal: dict[tuple[int, ...], int] = {}
@@ -70,29 +78,33 @@ class BatchWatch:
         self._has_warned_of_ranks = False
         self._history: deque[int] = deque(maxlen=_KEPT)
         self._last_step = 0
-        self._before: dict[int, int] = {}
-        """Maps the number of each global batch before a resume to its step."""
-        self._looks_left = 0
-        self._repeated: list[int] = []
-        """Lists the steps before the resume that the last steps have repeated, one after the other."""
+        self._before: dict[tuple[int, ...], int] = {}
+        """Maps the numbers of steps in a row before a resume to the first of these steps."""
+        self._since: list[int] = []
+        """Collects the numbers of the first steps after a resume."""
 
     # -- a step
 
     def note(self, inputs: Any) -> None:
         """Take the inputs of a training pass of the model."""
-        found = [each for each in tensors_in(inputs) if _is_plain(each)]
-        found.sort(key=Tensor.numel, reverse=True)
-        for tensor in found[:_TENSORS]:
-            number = sampled_fingerprint(tensor, self._device)
+        leaves = tree_leaves(inputs)
+        if any(not _is_seen(leaf) for leaf in leaves):
+            self._is_unknown = True
+            return
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+        if tensors and not self._is_unknown:
+            tensors.sort(key=Tensor.numel, reverse=True)
+            number = sampled_fingerprint(tensors[:_TENSORS], self._device)
             self._number = number if self._number is None else self._number * FACTOR + number
 
     def clear(self) -> None:
         """Forget the passes since the last step."""
         self._number = None
+        self._is_unknown = False
 
     def numbers(self) -> Tensor:
         """Return what the step sums over all ranks, (n,) in float64 on the device."""
-        if self._number is None or not self._counts:
+        if self._number is None or self._is_unknown or not self._counts:
             own = torch.zeros((), dtype=torch.float64, device=self._device)
         else:
             own = (self._number >> (63 - _BITS) & ((1 << _BITS) - 1)).clamp(min=1).double()
@@ -102,15 +114,13 @@ class BatchWatch:
         places[self._place] = own
         return torch.cat([own.reshape(1), places])
 
-    def take(self, sums: Sequence[float] | Tensor, step: int, *, is_resumable: bool) -> None:
-        """Take the sums of step ``step``, where they are. ``is_resumable``: the loaders resume by themselves,
-        so that no batch of an earlier step comes again by mistake.
+    def take(self, sums: Sequence[float] | Tensor, step: int, *, is_shared_out: bool) -> None:
+        """Take the sums of step ``step``, where they are. ``is_shared_out``: the batches come from a loader
+        of the engine. It repeats samples only if there are too few for all ranks, and resumes.
         """
-        self._coming.append(_Step(step, HostCopy(sums)))
+        self._coming.append(_Step(step, is_shared_out, HostCopy(sums)))
         self._steps += 1
         self.clear()
-        if is_resumable:
-            self._looks_left = 0
         while self._coming and self._has_first_arrived:
             self._look()
 
@@ -128,13 +138,14 @@ class BatchWatch:
     # -- what has arrived
 
     def _look(self) -> None:
-        step, copy = self._coming.popleft()
+        step, is_shared_out, copy = self._coming.popleft()
         total, *shown = map(int, copy.read())
-        self._look_back(step, total)
+        if self._before:
+            self._look_back(step, 0 if is_shared_out else total)
         self._history.append(total)
         self._last_step = step
         if shown:
-            self._compare_ranks(step, shown)
+            self._compare_ranks(step, [0] * len(shown) if is_shared_out else shown)
 
     def _compare_ranks(self, step: int, shown: list[int]) -> None:
         """Count the steps in which ranks have had the same batch, another one in each step; warn once."""
@@ -156,23 +167,18 @@ class BatchWatch:
                     )
 
     def _look_back(self, step: int, total: int) -> None:
-        """Warn once where the first steps after a resume repeat earlier ones, in their order."""
-        if not self._looks_left:
+        """Warn where the first steps after a resume repeat earlier ones."""
+        self._since.append(total)
+        if len(self._since) < _EQUAL_STEPS:
             return
-        self._looks_left -= 1
-        earlier = self._before.get(total) if total else None
-        follows = self._repeated and earlier == self._repeated[-1] + 1
-        self._repeated = [] if earlier is None else [*(self._repeated if follows else []), earlier]
-        if len(self._repeated) < _EQUAL_STEPS:
-            return
-        self._looks_left = 0
-        if self._rank == 0:
+        first = self._before.get(tuple(self._since))
+        self._before = {}
+        if first is not None and self._rank == 0:
             warn(
-                f"steps {step - _EQUAL_STEPS + 1} to {step} trained on the batches of steps "
-                f"{self._repeated[0]} to {self._repeated[-1]} again, which came before the resume. Unless an "
-                "epoch began here in the same order, the data restarted: iterate over "
-                "engine.dataloader(loader), whose position checkpoints store, or skip the batches of the "
-                "steps that were made"
+                f"steps {step - _EQUAL_STEPS + 1} to {step} trained on the batches of steps {first} to "
+                f"{first + _EQUAL_STEPS - 1} again, which came before the resume. Unless an epoch begins "
+                "here in the same order, the data restarted: iterate over engine.dataloader(loader), whose "
+                "position checkpoints store, or skip the batches of the steps that were made"
             )
 
     # -- checkpoints
@@ -190,25 +196,31 @@ class BatchWatch:
         self.clear()
         self._coming.clear()
         self._history.clear()
-        self._repeated = []
-        self._looks_left = 0
+        self._before = {}
+        self._since = []
         if state is None:
             return
         sums = state["sums"].tolist()
         self._history.extend(sums)
         self._last_step = state["last_step"]
-        known = [number for number in sums if number]
-        # a run whose epochs have one order repeats its batches without any resume
-        if known and len(set(known)) == len(known):
-            first = self._last_step - len(sums) + 1
-            self._before = {number: first + index for index, number in enumerate(sums)}
-            self._looks_left = _LOOKS
+        first = self._last_step - len(sums) + 1
+        for index in range(len(sums) - _EQUAL_STEPS + 1):
+            several = tuple(sums[index : index + _EQUAL_STEPS])
+            if several in self._before:  # its epochs have one order: batches come again without any resume
+                self._before = {}
+                return
+            if all(several):
+                self._before[several] = first + index
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the bits of a tensor can be read: not of subclasses, sparse and nested tensors."""
-    is_known = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested
-    return is_known and not tensor.is_quantized and not tensor.is_meta and tensor.numel() > 0
+def _is_seen(leaf: Any) -> bool:
+    """Return whether what differs between two inputs is seen: in tensors whose bits can be read. Numbers and
+    None are settings of the model.
+    """
+    if leaf is None or isinstance(leaf, (bool, int, float)):
+        return True
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.is_nested
+    return is_plain and not leaf.is_quantized and not leaf.is_meta and leaf.dtype in _READABLE
 
 
 def _listed(places: Sequence[int]) -> str:

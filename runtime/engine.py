@@ -516,9 +516,10 @@ class Engine(nn.Module):
             values: A tensor with one row for each sample, or tuples, lists and dicts of them, and None.
                 Without a ``loader``, a tensor without dimensions, such as a loss, is one row.
             loader: The loader that the samples came from. The rows are those of the batch that it has just
-                yielded, of all batches of this pass so far, or of the whole pass when it has ended. The
-                result is then in the loader's order, and samples that it repeats, because they do not divide
-                evenly among the ranks, are left out. Without it, the rows are in the order of the ranks.
+                yielded (call this before it yields the next one), or those of the whole pass when it has
+                ended. The result is in the loader's order, and samples that it repeats, because they do not
+                divide evenly among the ranks, are left out. Without it, the rows are in the order of the
+                ranks.
 
         Returns:
             The same structure on every rank, with detached tensors on the device.
@@ -534,20 +535,23 @@ class Engine(nn.Module):
                 "has returned"
             )
         found, structure = tree_flatten(values)
-        self._check_metrics(found, str(structure), has_loader=loader is not None)
+        kept = self._check_metrics(found, str(structure), loader)
         joined: list[Tensor | None] = []
         for each in found:
             if each is None:
                 joined.append(None)
                 continue
             own = each.detach().to(self.device)
-            kept = None if loader is None else loader.samples_of_rows(len(own))
             joined.append(self._gathered_rows(own.reshape(1) if own.dim() == 0 else own, kept))
         return tree_unflatten(joined, structure)
 
-    def _check_metrics(self, values: list[Any], structure: str, *, has_loader: bool) -> None:
-        """Raise ParameterError on every rank for what cannot be gathered on some rank. Collective."""
+    def _check_metrics(self, values: list[Any], structure: str, loader: EngineLoader | None) -> int | None:
+        """Return how many rows of all ranks are kept, None for all. Raises ParameterError on every rank for
+        what cannot be gathered on some rank. Collective.
+        """
         problem = None
+        place: tuple[int, int] | None = None
+        has_loader = loader is not None
         kinds: list[tuple[Any, ...] | None] = []
         for each in values:
             if each is None:
@@ -560,20 +564,30 @@ class Engine(nn.Module):
             else:
                 # with a loader, all ranks have as many rows
                 kinds.append((tuple(each.shape if has_loader else each.shape[1:]), each.dtype))
-        mine = (problem, has_loader, structure, kinds)
-        for rank, other in enumerate(self.comm.exchange(mine)):
+        if loader is not None and problem is None:
+            try:
+                places = {loader.place_of_rows(len(each)) for each in values if each is not None}
+                place = places.pop() if places else None  # of any number of rows there is one place
+            except ParameterError as error:
+                problem = str(error)
+        mine = (problem, has_loader, structure, kinds, place)
+        everyone = self.comm.exchange(mine)
+        if len({other[1] for other in everyone}) > 1:
+            raise ParameterError("gather_for_metrics: pass the loader on all ranks or on none")
+        for rank, other in enumerate(everyone):
             said = None
             if other[0] is not None:
                 said = f"on rank {rank}: {other[0]}"
-            elif other[1] != has_loader:
-                said = "pass the loader on all ranks or on none"
             elif other[2] != structure:
                 said = f"rank {rank} has other tuples, lists or dict keys than rank {self.global_rank}"
             elif other[3] != kinds:
                 me = self.global_rank
                 said = f"rank {rank} has other shapes or dtypes ({other[3]}) than rank {me} ({kinds})"
+            elif other[4] != place:
+                said = f"rank {rank} has another batch of the loader than rank {self.global_rank}"
             if said is not None:
                 raise ParameterError(f"gather_for_metrics: {said}")
+        return None if place is None else place[1]
 
     def _gathered_rows(self, rows: Tensor, kept: int | None) -> Tensor:
         """Return the rows of all data-parallel ranks: in the order of the ranks, or the first ``kept`` in the
@@ -969,7 +983,9 @@ class Engine(nn.Module):
             )
         self._losses.take(result.extra_stats)
         self._batch_watch.take(
-            result.extra_stats[StepLosses.COUNT :], self.global_steps + 1, is_resumable=bool(self._loaders)
+            result.extra_stats[StepLosses.COUNT :],
+            self.global_steps + 1,
+            is_shared_out=any(loader.taken for loader in self._loaders),
         )
         self._result = result
         self.accumulated = 0  # here: what follows may raise, and the step is made
@@ -1326,7 +1342,7 @@ def _whole_number(tokens: int | Tensor, device: torch.device) -> int | Tensor:
         if tokens.device.type == "cpu":
             return _whole_number(int(tokens), device)
         return tokens.detach().reshape(()).to(device)
-    if isinstance(tokens, bool) or not isinstance(tokens, Integral):
+    if isinstance(tokens, bool) or not isinstance(tokens, (int, Integral)):
         raise TypeError(f"num_tokens is {tokens!r}, expected a whole number or a tensor with one")
     if not 0 <= tokens < 2**53:
         raise ValueError(f"num_tokens is {tokens}, expected a number from 0 to 2**53 - 1")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ FACTOR = 6364136223846793005
 """Multiplies a number before another is added, so that their order counts (Knuth's MMIX generator)."""
 SEED = 20_240_229
 _LANES = {1: torch.uint8, 2: torch.int16}
-_SAMPLED = 1 << 12
+_SAMPLED = 1 << 10
 
 
 @cache
@@ -60,11 +62,29 @@ def fingerprint(inputs: Any, device: torch.device) -> Tensor:
     return total
 
 
-def sampled_fingerprint(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a number of 4,096 evenly spread lanes of a tensor, of all if it has fewer: 0-dim int64 on a
-    device, made by two operations.
+def sampled_fingerprint(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a number of some bits of each tensor: 0-dim int64 on a device. The bits of up to 1,024 lanes are
+    read, wherever they are, so that no large tensor is copied.
     """
-    lanes = _lanes_of(tensor)
-    lanes = lanes[:: -(-lanes.numel() // _SAMPLED)]
-    found = (lanes * _weights(_SAMPLED, lanes.device)[: lanes.numel()]).sum()
-    return found if found.device.type == device.type else to_device(found, device)
+    lanes = [_sampled_lanes(tensor).long() for tensor in tensors]
+    here = [each if each.device.type == device.type else to_device(each, device) for each in lanes]
+    joined = torch.cat(here)
+    return (joined * _weights(1 << (len(joined) - 1).bit_length(), device)[: len(joined)]).sum()
+
+
+def _sampled_lanes(tensor: Tensor) -> Tensor:
+    """Return lanes of a tensor from places that are spread over all of it, (n,)."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        lanes = _lanes_of(tensor)
+        return torch.take(lanes, _places(lanes.numel(), lanes.device))
+    return _lanes_of(torch.take(tensor.detach(), _places(tensor.numel(), tensor.device)))
+
+
+@lru_cache(256)
+def _places(length: int, device: torch.device) -> Tensor:
+    """Return places in a flat tensor. They are no multiples of a number: those may all be in one column."""
+    if length <= _SAMPLED:
+        return torch.arange(length, device=device)
+    # multiples of the golden ratio, modulo 1, are as evenly spread as can be (Weyl 1916)
+    spread = torch.arange(1, _SAMPLED + 1, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+    return to_device((spread * length).long(), device)

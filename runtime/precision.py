@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -330,9 +331,11 @@ def choose_precision(config: Config) -> Precision:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors in tuples, lists and dicts; return other values unchanged."""
+    """Convert the floating-point tensors in tuples, lists and mappings; return other values unchanged, also
+    tensors in 8 bits.
+    """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() and value.itemsize > 1 else value
     if isinstance(value, tuple):
         items = [cast_floats(item, dtype) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -340,6 +343,11 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return [cast_floats(item, dtype) for item in value]
     if type(value) is dict:
         return {key: cast_floats(item, dtype) for key, item in value.items()}
+    if isinstance(value, MutableMapping):  # such as OrderedDict, or a BatchEncoding of transformers
+        found = copy(value)
+        for key, item in value.items():
+            found[key] = cast_floats(item, dtype)
+        return found
     return value
 
 

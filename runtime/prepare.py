@@ -156,7 +156,7 @@ def seed(value: int, *, per_rank: bool = False) -> None:
 
     Raises TypeError or ValueError for another seed.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if isinstance(value, bool) or not isinstance(value, (int, Integral)):
         raise TypeError(f"seed is {value!r}, expected a whole number")
     if not 0 <= value < 2**32:
         raise ValueError(f"seed is {value}, expected a number from 0 to 2**32 - 1")

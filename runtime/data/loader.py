@@ -91,6 +91,8 @@ class EngineLoader:
         self._ranks = world_size
         self._resumed = 0
         """Counts the units of all ranks behind which the present epoch was resumed."""
+        self._overlaps = False
+        """Whether a pass goes on that a later one was begun in."""
         self._ended_at: tuple[int, int] | None = None
         """Has the first unit and this rank's batches of the last pass, if it has ended."""
         self._has_resumed = False
@@ -159,13 +161,13 @@ class EngineLoader:
         except TypeError:
             return None
 
-    def samples_of_rows(self, rows: int) -> int:
-        """Return how many samples of all ranks this rank's rows stand for, without those that come again
-        because the samples do not divide evenly among the ranks. ``rows`` are those of the last batch, or of
-        all batches of the pass so far; also of the whole pass, when it has ended.
+    def place_of_rows(self, rows: int) -> tuple[int, int]:
+        """Return the place in the epoch of the samples that all ranks' rows stand for, and their number,
+        without those that come again because the samples do not divide evenly among the ranks. ``rows`` are
+        this rank's: those of the last batch in a pass, or of all batches of the pass when it has ended.
 
-        Raises ParameterError for other numbers of rows, for a stream, whose length is not known, and for
-        batches of a batch sampler.
+        Raises ParameterError for another number of rows, in a pass that another one was begun in, for a
+        stream, whose length is not known, and for batches of a batch sampler.
         """
         length = self._length()
         if length is None or self._unit == "batches":
@@ -173,26 +175,27 @@ class EngineLoader:
             raise ParameterError(
                 f"{self.name} reads {what}, so it does not know which samples of a batch are repeated"
             )
+        if self._overlaps:
+            raise ParameterError(
+                f"{self.name}: another pass was begun inside of this one, so it does not know which batch "
+                "the rows are of: look at samples with another loader"
+            )
         if self._ended_at is None:
-            begin = self._resumed
-            end = min(length, begin + self.taken * self._step_units)
-            last = min(length, begin + (self.taken - 1) * self._step_units)
-            choices = {-(-(end - start) // self._ranks): end - start for start in (begin, last) if self.taken}
+            begin = self._resumed + (self.taken - 1) * self._step_units
+            end = min(length, begin + self._step_units) if self.taken else begin
+            what = "its last batch" if self.taken else "no batch yet"
         else:
+            # Not the last batch alone: a loop over list(loader) would pass each as if it were the last.
             begin, batches = self._ended_at
             end = min(length, begin + batches * self._step_units)
-            # not the last batch alone: a loop over list(loader) would pass each as if it were the last
-            choices = {-(-(end - begin) // self._ranks): end - begin}
-        if rows not in choices:
-            expected = " or ".join(map(str, choices)) or "no"
-            where = "before its first batch" if not choices else "its last batch, or all of this pass"
-            if self._ended_at is not None:
-                where = "all batches of the pass that has ended"
+            what = "all batches of the pass that has ended"
+        expected = -(-(end - begin) // self._ranks)
+        if rows != expected:
             raise ParameterError(
-                f"{self.name}: {rows} rows of this rank, but {expected} samples in {where}: pass one row for "
+                f"{self.name}: {rows} rows of this rank, but {expected} samples in {what}: pass one row for "
                 "each sample, right after each batch, or once after the loop with the rows of all batches"
             )
-        return choices[rows]
+        return begin, end - begin
 
     # -- an epoch
 
@@ -222,6 +225,7 @@ class EngineLoader:
         self._begun_at = None if self._clock is None else self._clock()
         self._passes += 1
         self.taken = 0
+        self._overlaps = False
         self._ended_at = None
         self._first = None
         self._same_order.next_epoch()
@@ -260,6 +264,8 @@ class EngineLoader:
                     f"{self.name}: this pass has ended, as another was begun or a checkpoint was loaded: "
                     "iterate over the loader anew"
                 )
+            else:
+                self._overlaps = True
             yield batch
         if own == self._passes:
             self._ended_at = self._resumed, self.taken

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,21 +42,29 @@ class PackingCollator:
             max_tokens: Tokens in a row.
             pad_token_id: Token that fills up rows. No other token attends to it.
             mask_dtype: Dtype of ``attention_mask``, which has ``max_tokens`` squared elements a row: that in
-                which attention computes. None for no mask: then the model has to read the samples from the
-                position ids. Hugging Face's models do so with flash attention, and with other
-                implementations only with ``model.config.use_cache = False``.
+                which attention computes. The mask replaces the model's own: models with sliding windows
+                (Mistral, Gemma 2) need None, as flash attention does. None for no mask: the model has to read
+                the samples from the position ids. Hugging Face's models do so with flash attention, and with
+                other implementations only with ``model.config.use_cache = False`` (transformers 5.23 was
+                tested).
 
         Raises ValueError for less than one token, TypeError for a dtype that masks cannot be added in.
         """
-        _check_tokens(max_tokens)
-        if mask_dtype is not None and not mask_dtype.is_floating_point:
-            raise TypeError(f"mask_dtype is {mask_dtype}, expected a floating-point dtype or None")
-        self.max_tokens = max_tokens
+        if mask_dtype is not None:
+            is_dtype = isinstance(mask_dtype, torch.dtype)
+            if not is_dtype or not mask_dtype.is_floating_point:
+                raise TypeError(f"mask_dtype is {mask_dtype}, expected a floating-point torch.dtype or None")
+        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, Integral)):
+            raise TypeError(
+                f"pad_token_id is {pad_token_id!r}, expected a token id: any, if the tokenizer has none"
+            )
+        self.max_tokens = _checked_tokens(max_tokens)
         self.pad_token_id = pad_token_id
         self.mask_dtype = mask_dtype
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Return the rows of samples, which are token ids or dicts with ``input_ids`` and maybe ``labels``.
+        """Return the rows of samples, which are token ids, or dicts with ``input_ids`` and maybe ``labels``
+        and ``attention_mask``, which leaves out padding of the tokenizer.
 
         Returns:
             ``input_ids``, ``labels`` and ``position_ids``, int64 of (rows, ``max_tokens``); ``num_tokens``,
@@ -82,7 +91,7 @@ class PackingCollator:
                 positions[row, place] = torch.arange(len(tokens))
                 sample_of[row, place] = number
                 begin += len(tokens)
-            positions[row, begin:] = torch.arange(self.max_tokens - begin)
+            # The positions of what fills up stay 0: models may have fewer positions than a row has tokens.
             sample_of[row, begin:] = len(members)
         found = {"input_ids": input_ids, "labels": labels, "position_ids": positions}
         found["num_tokens"] = (labels[:, 1:] != IGNORED).sum()
@@ -94,20 +103,44 @@ class PackingCollator:
         return found
 
     def _tokens_and_labels(self, sample: Any) -> tuple[Tensor, Tensor]:
-        named = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-        tokens = torch.as_tensor(named["input_ids"]).reshape(-1)
-        labels = torch.as_tensor(named.get("labels", tokens)).reshape(-1)
-        if len(tokens) != len(labels):
-            raise ValueError(f"a sample has {len(tokens)} tokens and {len(labels)} labels")
+        if isinstance(sample, Mapping):
+            if "input_ids" not in sample:
+                raise ValueError(f"a sample has no input_ids, but {', '.join(map(repr, sample))}")
+            tokens = _as_ids("input_ids", sample["input_ids"])
+            labels = tokens if sample.get("labels") is None else _as_ids("labels", sample["labels"])
+            if len(tokens) != len(labels):
+                raise ValueError(f"a sample has {len(tokens)} tokens and {len(labels)} labels")
+            if sample.get("attention_mask") is not None:
+                is_real = _as_ids("attention_mask", sample["attention_mask"]).bool()
+                tokens = tokens[is_real]  # a tokenizer may have padded the sample
+                labels = labels[is_real]
+        else:
+            tokens = _as_ids("a sample", sample)
+            labels = tokens
         if not len(tokens):
             raise ValueError("a sample has no tokens: leave it out of the data set")
         return tokens, labels
 
 
+def _as_ids(name: str, values: Any) -> Tensor:
+    """Return a list, an array or a tensor of whole numbers as (n,) int64. Raises ValueError for others."""
+    if isinstance(values, tuple):
+        raise ValueError(f"{name} is a tuple: expected token ids, or a dict with input_ids")
+    found = torch.as_tensor(values)
+    if found.shape == (0,):
+        return found.long()
+    if found.dim() != 1 or found.is_floating_point() or found.is_complex():
+        raise ValueError(
+            f"{name}: expected a list of whole numbers, got {found.dtype} of shape {list(found.shape)}"
+        )
+    return found.long()
+
+
 class TokenBatchSampler(Sampler[list[int]]):
     """Yields batches of as many samples as ``max_tokens`` hold, as the ``batch_sampler`` of a DataLoader.
 
-    The samples of a batch stay together in all epochs; the order of the batches is new in each epoch.
+    The samples of a batch stay together in all epochs; the order of the batches is new in each epoch, whose
+    number the loader of an engine sets. In a loader of torch's own, call :meth:`set_epoch`.
     """
 
     def __init__(
@@ -130,16 +163,20 @@ class TokenBatchSampler(Sampler[list[int]]):
             shuffle: Whether batches come in a new order in each epoch.
             seed: Decides the orders.
 
-        Raises ValueError for a sample with more tokens than a batch, or without any.
+        Raises ValueError for a sample with more tokens than a batch, or without any, and for other lengths.
         """
-        _check_tokens(max_tokens)
+        if isinstance(seed, bool) or not isinstance(seed, (int, Integral)):
+            raise TypeError(f"seed is {seed!r}, expected a whole number")
+        self._batches: list[list[int]]
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed: int = int(seed)
         self._epoch = 0
+        known = _as_ids("lengths", lengths).tolist()
+        limit = _checked_tokens(max_tokens)
         if packed:
-            self._batches = pack(lengths, max_tokens)
+            self._batches = pack(known, limit)
         else:
-            self._batches = _of_similar_length(lengths, max_tokens, self._generator(0) if shuffle else None)
+            self._batches = _of_similar_length(known, limit, self._generator(0) if shuffle else None)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -170,7 +207,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     rows_with: dict[int, list[int]] = {}  # by the room that is left in them
     rooms: list[int] = []  # the keys, sorted
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        length = int(lengths[index])
+        length = lengths[index]
         _check_length(index, length, max_tokens)
         at = bisect_left(rooms, length)
         if at == len(rooms):
@@ -201,8 +238,8 @@ def _of_similar_length(
     """
     order = range(len(lengths)) if generator is None else torch.randperm(len(lengths), generator=generator)
     batches: list[list[int]] = []
-    for index in sorted(map(int, order), key=lambda index: int(lengths[index])):
-        length = int(lengths[index])
+    for index in sorted(map(int, order), key=lengths.__getitem__):
+        length = lengths[index]
         _check_length(index, length, max_tokens)
         # sorted: the newest sample of a batch is its longest
         if batches and (len(batches[-1]) + 1) * length <= max_tokens:
@@ -212,9 +249,10 @@ def _of_similar_length(
     return batches
 
 
-def _check_tokens(max_tokens: int) -> None:
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+def _checked_tokens(max_tokens: int) -> int:
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, Integral)) or max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens!r}, expected a whole number of at least 1")
+    return int(max_tokens)
 
 
 def _check_length(index: int, length: int, max_tokens: int) -> None:

@@ -59,16 +59,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/batch_watch.py",
-        "if known and len(set(known)) == len(known):",
-        "if known:",
+        "            if several in self._before:",
+        "            if False:",
         "epochs in one order count as data that restarted",
         BATCHES,
     ),
     Mutation(
         "runtime/batch_watch.py",
-        "[*(self._repeated if follows else []), earlier]",
-        "[*self._repeated, earlier]",
-        "single batches that come again count as data that restarted",
+        "            if all(several):\n",
+        "            if True:\n",
+        "steps of unknown batches count as data that restarted",
         BATCHES,
     ),
     Mutation(
@@ -87,8 +87,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/data/loader.py",
-        "            choices = {-(-(end - begin) // self._ranks): end - begin}\n",
-        "            choices = {rows: end - begin - (batches - 1) * self._step_units}\n",
+        "            begin, batches = self._ended_at\n",
+        "            begin, batches = self._ended_at[0] + (self._ended_at[1] - 1) * self._step_units, 1\n",
         "metrics of a loader that was read ahead lose rows",
         ("tests/runtime/test_prepare.py",),
     ),

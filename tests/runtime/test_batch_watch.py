@@ -91,10 +91,63 @@ def _train_without_tensors() -> None:
     engine.destroy()
 
 
+class _OfMany(_OfGrid):
+    """Has inputs of which ranks have a part in common: columns, larger tensors, or what is seen at all."""
+
+    def forward(self, points: Tensor, **others: Any) -> Tensor:
+        return super().forward(points.reshape(-1, 4)[:2])
+
+
+def _train_with_parts_in_common(kind: str) -> None:
+    engine, *_ = zlaunch.initialize(model=_OfMany(), config=config(0, 1))
+    own = torch.Generator().manual_seed(engine.global_rank)
+    for step in range(STEPS):
+        drawn = torch.randn(4096, 4, generator=own)
+        drawn[:, 0] = step
+        others: dict[str, Any] = {}
+        if kind == "larger":
+            others = {f"calendar {number}": torch.full((8192, 4), step) for number in range(3)}
+        elif kind == "unseen":
+            others = {"more": drawn.to_sparse()}
+            drawn = torch.full((2, 4), float(step))
+        elif kind == "object":
+            others = {"more": object()}
+            drawn = torch.full((2, 4), float(step))
+        elif kind == "expanded":
+            drawn = drawn[:, 1:2].expand(-1, 4)
+        given = {
+            name: each.to(engine.device) if isinstance(each, Tensor) else each
+            for name, each in others.items()
+        }
+        engine.backward(engine(drawn.to(engine.device), **given))
+        engine.step()
+    engine.destroy()
+
+
+def _train_on_too_few_samples() -> None:
+    engine, *_ = zlaunch.initialize(model=net(), config=config(1, 1))
+    loader = engine.dataloader(batches(1, 3)[0])  # type: ignore[arg-type]  # it has what it takes
+    for _ in range(STEPS):
+        for tokens in loader:
+            engine.backward(loss_of(engine, tokens.to(engine.device)))
+            engine.step()
+    engine.destroy()
+
+
+PARTS = ("columns", "larger", "unseen", "object", "expanded")
+
+
 def _train_all() -> dict[str, str]:
     join()
+    parts = {kind: _printed(_train_with_parts_in_common, kind) for kind in PARTS}
+    parts["too few"] = _printed(_train_on_too_few_samples)
     found = {kind: _printed(_train_with_shares, kind) for kind in ("own", "same", "two", "sometimes")}
-    return {**found, "grid": _printed(_train_on_a_grid), "no tensors": _printed(_train_without_tensors)}
+    return {
+        **found,
+        **parts,
+        "grid": _printed(_train_on_a_grid),
+        "no tensors": _printed(_train_without_tensors),
+    }
 
 
 @pytest.mark.multi_gpu
@@ -152,7 +205,7 @@ def test_all_ranks_send_as_many_numbers_whatever_has_arrived(
         sums = torch.stack(both).sum(0)  # fails where one has other numbers than the other
         for kind, each in zip((HostCopy, _Late), ranks, strict=True):
             monkeypatch.setattr(batch_watch, "HostCopy", kind)
-            each.take(sums, step, is_resumable=False)
+            each.take(sums, step, is_shared_out=False)
     assert [found.group(2) for found in SAME.finditer(capsys.readouterr().out)] == ["3"]
     states = [each.state() for each in ranks]
     assert states[0] is not None and states[1] is not None
@@ -172,6 +225,10 @@ def _stream(kind: str, begin: int, count: int) -> Iterator[Tensor]:
             yield data[number - begin]
         elif kind == "epochs":
             yield data[number % 3]
+        elif kind == "later epoch":
+            yield data[number % 8]
+        elif kind == "twice each":
+            yield data[(number - begin) // 2]
         elif kind == "another order":
             yield data[number if begin == 0 else (4, 1, 3, 0, 2)[number - begin]]
         elif kind == "one again":
@@ -201,7 +258,7 @@ def _run(folder: str, kind: str, begin: int, count: int) -> None:
     engine.destroy()
 
 
-KINDS = ("goes on", "restarts", "epochs", "another order", "one again", "loader")
+KINDS = ("goes on", "restarts", "epochs", "later epoch", "twice each", "another order", "one again", "loader")
 
 
 def _runs(folder: str, begin: int, count: int) -> dict[str, str]:
@@ -215,6 +272,6 @@ def test_data_that_restart_after_a_resume_are_reported_with_their_steps(tmp_path
         assert not AGAIN.search(printed)
     first, second = run_workers(_runs, 2, str(tmp_path), 6, 5)
     for kind, printed in first.items():
-        wanted = [("7", "9", "1", "3")] if kind == "restarts" else []
+        wanted = [("7", "9", "1", "3")] if kind in ("restarts", "twice each") else []
         assert AGAIN.findall(printed) == wanted, kind
     assert not any(AGAIN.search(printed) for printed in second.values())

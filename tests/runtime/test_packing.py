@@ -39,6 +39,9 @@ def test_rows_hold_every_sample_once_and_apart() -> None:
         begins = (rows["position_ids"][row] == 0).nonzero().flatten().tolist()
         for begin, end in itertools.pairwise([*begins, ROW]):
             length = end - begin
+            if rows["labels"][row, begin:].unique().tolist() == [IGNORED]:
+                assert rows["input_ids"][row, begin:].unique().tolist() == [1], "what fills up the row"
+                break
             assert rows["position_ids"][row, begin:end].tolist() == list(range(length))
             mask = rows["attention_mask"][row, 0, begin:end]
             lower = torch.full((length, length), -torch.inf).triu(1)
@@ -46,11 +49,8 @@ def test_rows_hold_every_sample_once_and_apart() -> None:
             assert (mask == 0).sum() == length * (length + 1) // 2, "nothing outside of the sample"
             tokens, labels = rows["input_ids"][row, begin:end], rows["labels"][row, begin:end]
             assert labels[0] == IGNORED
-            if (labels == IGNORED).all():
-                assert tokens.unique().tolist() == [1], "what fills up the row"
-            else:
-                assert labels[1:].equal(tokens[1:])
-                found.append(tokens.tolist())
+            assert labels[1:].equal(tokens[1:])
+            found.append(tokens.tolist())
     assert sorted(found) == sorted(each.tolist() for each in samples)
     assert rows["num_tokens"] == sum(len(each) - 1 for each in samples)
 
@@ -63,12 +63,24 @@ def test_labels_of_the_samples_are_kept() -> None:
     assert "attention_mask" not in rows
 
 
+def test_padding_of_the_tokenizer_is_left_out() -> None:
+    samples = [{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}, {"input_ids": [7, 8, 9]}]
+    rows = PackingCollator(6)(samples)
+    assert rows["input_ids"].tolist() == [[7, 8, 9, 5, 6, 0]]
+    assert rows["position_ids"].max() == 2, "models may have few positions"
+    assert rows["num_tokens"] == 3
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     collator = PackingCollator(4)
     wrong: list[tuple[Any, str]] = [
         ([[1, 2], [1, 2, 3, 4, 5]], r"sample 1 has 5 tokens, but a row has 4 \(max_tokens\): truncate it"),
         ([[]], "a sample has no tokens"),
         ([{"input_ids": [1, 2], "labels": [1]}], "2 tokens and 1 labels"),
+        ([{"tokens": [1, 2]}], "no input_ids, but 'tokens'"),
+        ([(torch.ones(2),)], "a sample is a tuple"),
+        ([[1.5, 2.0]], "expected a list of whole numbers, got torch.float32"),
+        ([[[1, 2], [3, 4]]], r"of shape \[2, 2\]"),
     ]
     for samples, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -77,8 +89,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         for packed in (True, False):
             with pytest.raises(ValueError, match=message):
                 TokenBatchSampler(lengths, 4, packed=packed)
-    with pytest.raises(TypeError, match="mask_dtype"):
-        PackingCollator(4, mask_dtype=torch.bool)
+    for dtype in (torch.bool, "float32"):
+        with pytest.raises(TypeError, match="mask_dtype"):
+            PackingCollator(4, mask_dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pad_token_id is None"):
+        PackingCollator(4, pad_token_id=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lengths: expected a list of whole numbers"):
+        TokenBatchSampler([1.5], 4)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="seed is 'a'"):
+        TokenBatchSampler([1], 4, seed="a")  # type: ignore[arg-type]
     for tokens in (0, True, 1.5):
         with pytest.raises(ValueError, match="max_tokens"):
             PackingCollator(tokens)  # type: ignore[arg-type]
