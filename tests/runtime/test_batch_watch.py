@@ -108,7 +108,7 @@ def _train_with_parts_in_common(kind: str) -> None:
         if kind == "larger":
             others = {f"calendar {number}": torch.full((8192, 4), step) for number in range(3)}
         elif kind == "unseen":
-            others = {"more": drawn.to_sparse()}
+            others = {"more": [f"a sentence of rank {engine.global_rank}"]}
             drawn = torch.full((2, 4), float(step))
         elif kind == "object":
             others = {"more": object()}
@@ -186,6 +186,7 @@ class _Late(HostCopy):
     """Arrives on the host one look later, as a copy from a GPU may."""
 
     looks = 0
+    is_done = False
 
     @property
     def has_arrived(self) -> bool:
@@ -212,6 +213,36 @@ def test_all_ranks_send_as_many_numbers_whatever_has_arrived(
     assert states[0]["last_step"] == states[1]["last_step"] == 209
     assert states[0]["sums"].equal(states[1]["sums"]), "nothing that arrives late is lost"
     assert len(states[0]["sums"].unique()) == 209
+
+
+def test_inputs_that_cannot_be_read_are_unknown() -> None:
+    watch = BatchWatch(torch.device("cpu"), rank=0, mesh=MeshShape(1))
+    ones = torch.ones(4, 4)
+    unknown = (ones.to_sparse(), torch.nested.nested_tensor([ones, ones[:2]]), object(), ["text"])
+    for each in (*unknown, torch.empty(4, device="meta"), ones.to(torch.float8_e5m2)):
+        watch.note((ones, {"other": each}))
+        assert watch.numbers().tolist() == [0.0], each
+        watch.clear()
+    numbers = set()
+    for known in (ones, ones.bool(), ones.to(torch.complex64), ones[:, :2].T, ones[:1].expand(3, 4)):
+        watch.note((known, None, 3, torch.empty(0)))
+        numbers |= set(watch.numbers().tolist())
+        watch.clear()
+    assert len(numbers) == 5
+    assert 0.0 not in numbers
+
+
+def test_unknown_batches_repeat_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_known in (False, True):
+        state = None
+        for _ in range(2):
+            watch = BatchWatch(torch.device("cpu"), rank=0, mesh=MeshShape(1))
+            watch.load_state(state)
+            for step in range(3):
+                watch.note((torch.full((4,), step), None if is_known else "text"))
+                watch.take(watch.numbers(), step + 1, is_shared_out=False)
+            state = watch.state()
+        assert len(AGAIN.findall(capsys.readouterr().out)) == is_known
 
 
 # -- resumes
