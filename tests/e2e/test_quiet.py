@@ -36,6 +36,7 @@ def trained(folder: Path, *flags: str, module: str = "zlaunch", **config: object
     return launch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", ["zlaunch", pytest.param("deepspeed", marks=pytest.mark.exhaustive)])
 def test_quiet_is_quiet(tmp_path: Path, module: str) -> None:

@@ -45,6 +45,7 @@ def sample(family: str, turn: int) -> list[Cell]:
     return chosen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_has_the_error_of_plain_torch(family: str, pytestconfig: pytest.Config) -> None:

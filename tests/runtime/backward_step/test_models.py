@@ -220,6 +220,7 @@ def _groups_of_ranks(zero: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [{"shard_group": "node"}, {"zero_hpz_partition_size": 2}], ids=str)
 def test_units_that_are_sharded_over_groups(zero: dict[str, Any]) -> None:

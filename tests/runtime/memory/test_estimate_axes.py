@@ -37,6 +37,7 @@ def _sizes(folder: Path, family: str) -> ModelSizes:
     return from_hugging_face(str(folder))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "axes"),

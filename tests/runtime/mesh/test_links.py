@@ -45,6 +45,7 @@ def _moved(zero: dict[str, Any], accumulation: int) -> dict[int, dict[str, float
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("env", [{}, pytest.param(GLOO, marks=pytest.mark.exhaustive)], ids=["", "gloo"])
 def test_what_travels_with_the_group_s_shards(env: dict[str, str]) -> None:
     """Check the volume: of N elements a rank has N / 2, and an all-reduce of those counts twice."""
@@ -54,6 +55,7 @@ def test_what_travels_with_the_group_s_shards(env: dict[str, str]) -> None:
         assert found[3][BETWEEN] == 1.0 and 2.5 < found[3][INSIDE] <= 3.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_what_travels_with_copies(accumulation: int) -> None:

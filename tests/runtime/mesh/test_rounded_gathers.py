@@ -110,6 +110,7 @@ def _exact(mesh: str, folder: str) -> None:
     again.destroy()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "env"), [*((mesh, GLOO) for mesh in MESHES), ("copies", {})], ids=[*MESHES, "copies in memory"]

@@ -118,6 +118,7 @@ def _narrow(folder: str) -> dict[str, bool]:
     return results
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_16_bit_training(tmp_path: Path, world: int) -> None:
     """The 16-bit results are rounded from masters that agree within 1e-6 (test_kernels): one step of bf16."""

@@ -80,6 +80,7 @@ def _equal(stage: int) -> str:
     return "equal"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("env", [{}, GLOO], ids=["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -126,6 +126,7 @@ def _resume_sharded(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [1, 3])
 def test_saves_have_what_ranks_agree_on(after: int, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def _train(folder: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)

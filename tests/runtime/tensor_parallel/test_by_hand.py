@@ -70,6 +70,7 @@ def _train_own(plan: dict[str, str] | None, in_init: bool, noted: bool = False) 
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_init", [False, True], ids=["plain", "zero.Init"])
 def test_plans_by_hand(in_init: bool) -> None:

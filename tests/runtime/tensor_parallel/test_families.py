@@ -110,6 +110,7 @@ def test_an_export_is_whole(tmp_path: Path) -> None:
     assert_exports_whole_tensors(tmp_path, SHARDED, "qwen3", attention="eager", changes=TIED)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["offload", "disk", "recomputation"])

@@ -222,7 +222,7 @@ Kernels = CpuKernels
 STEPS = pytest.mark.parametrize("compare", [compare_adam, compare_sgd, compare_lion])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @STEPS
 @pytest.mark.parametrize("numel", SIZES)
 def test_steps_of_any_size(kernels_on_cpu: Kernels, compare: Any, numel: int) -> None:

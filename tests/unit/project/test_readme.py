@@ -73,6 +73,7 @@ def test_the_committed_chart_shows_every_result() -> None:
         assert {*panel.bars, *panel.labels} <= set(shown)
 
 
+@pytest.mark.exhaustive
 @needs_package("matplotlib")
 def test_the_chart_is_made_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare texts: the curves of another matplotlib may differ in a digit."""
