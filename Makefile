@@ -31,11 +31,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-# Add the packages of the tests and linters. Collecting compiles what the tests import: pytest's workers would
-# each compile all of it.
+# Add the packages of the tests and linters.
 $(WITH_TOOLS): $(INSTALLED)
 	$(PIP) -e ".[test]"
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --collect-only -q >/dev/null || true
 	touch $@
 
 # Add the packages of the documentation site.
