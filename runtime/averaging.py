@@ -56,7 +56,7 @@ class Averaging:
     predivide: float
     """Divides gradients before they are sent."""
     by_tokens: bool
-    """Whether losses are weighted by their numbers of tokens."""
+    """Weights losses by their numbers of tokens."""
     sharers: int
     """Number of ranks that count the same tokens: of a tensor, a sequence and a pipeline group together."""
 

@@ -6,8 +6,8 @@ Note [Batch numbers]
     something else that may differ, such as a sparse tensor or an object of the script. It travels in the
     all-reduce that every step makes, in two ways. The sum over the data-parallel ranks, which float64 adds
     exactly for up to 1,024 of them, identifies the step's global batch; the last 65,536 sums are saved in
-    checkpoints. In some steps each rank also has a place of its own in a vector of zeros, whose sum shows
-    everyone's number.
+    checkpoints. In some steps, each rank also writes its number into one element of a vector of zeros. The
+    sum of these vectors has the numbers of all ranks.
 
     All ranks send as many numbers, so what is sent depends on the count of steps alone, not on what a rank
     has found. A step whose numbers are still on their way from the device is looked at later.
@@ -126,7 +126,9 @@ class BatchWatch:
 
     @property
     def _has_first_arrived(self) -> bool:
-        """Whether the first step's numbers are here. A GPU has hardly begun with those of the newest step."""
+        """Return whether the host has the numbers of the oldest step. On a GPU, those of the newest step have
+        just been queued, so this does not ask for them.
+        """
         copy = self._coming[0].copy
         return copy.is_done or (len(self._coming) > 1 and copy.has_arrived)
 
@@ -138,8 +140,12 @@ class BatchWatch:
     # -- what has arrived
 
     def _look(self) -> None:
-        step, is_shared_out, copy = self._coming.popleft()
-        total, *shown = map(int, copy.read())
+        oldest = self._coming.popleft()
+        step = oldest.number
+        is_shared_out = oldest.is_shared_out
+        numbers = [int(number) for number in oldest.copy.read()]
+        total = numbers[0]
+        shown = numbers[1:]
         if self._before:
             self._look_back(step, 0 if is_shared_out else total)
         self._history.append(total)
@@ -219,6 +225,8 @@ def _is_seen(leaf: Any) -> bool:
     """
     if leaf is None or isinstance(leaf, (bool, int, float)):
         return True
+    if isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        return False  # its bits must not leave the transformation
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.is_nested
     return is_plain and not leaf.is_quantized and not leaf.is_meta and leaf.dtype in _READABLE
 

@@ -112,7 +112,7 @@ class Engine(nn.Module):
         self._loaders: list[EngineLoader] = []
         self._loaders_made = 0
         self.is_batch_size_open = False
-        """Whether the first DataLoader decides how many samples a micro-batch has."""
+        """Lets the first DataLoader decide how many samples a micro-batch has."""
         self._loaded_positions: list[dict[str, Any]] = []
         """Keeps the positions of the last checkpoint that was loaded, for loaders that are made later."""
         self.global_steps = self.micro_steps = self.global_samples = 0
@@ -328,7 +328,7 @@ class Engine(nn.Module):
         self.is_batch_size_open = True
 
     def how_to_accumulate(self, count: int) -> str:
-        """Return what to do for so many micro-batches in a step."""
+        """Return advice on how to train ``count`` micro-batches per step, for a message."""
         if self._is_managed:
             return f"set gradient_accumulation_steps to {count}"
         return f"call the optimizer's step after {count} micro-batches, with losses divided by {count}"
@@ -515,11 +515,10 @@ class Engine(nn.Module):
         Args:
             values: A tensor with one row for each sample, or tuples, lists and dicts of them, and None.
                 Without a ``loader``, a tensor without dimensions, such as a loss, is one row.
-            loader: The loader that the samples came from. The rows are those of the batch that it has just
-                yielded (call this before it yields the next one), or those of the whole pass when it has
-                ended. The result is in the loader's order, and samples that it repeats, because they do not
-                divide evenly among the ranks, are left out. Without it, the rows are in the order of the
-                ranks.
+            loader: The loader of the samples. Pass the rows of its last batch before it yields the next one,
+                or the rows of all batches after the loop. The result has the loader's order and leaves out
+                samples that the loader repeats because they do not divide evenly among the ranks. Without a
+                loader, the rows have the order of the ranks.
 
         Returns:
             The same structure on every rank, with detached tensors on the device.

@@ -92,7 +92,7 @@ class EngineLoader:
         self._resumed = 0
         """Counts the units of all ranks behind which the present epoch was resumed."""
         self._overlaps = False
-        """Whether a pass goes on that a later one was begun in."""
+        """Records that a pass continues in which another one was begun."""
         self._ended_at: tuple[int, int] | None = None
         """Has the first unit and this rank's batches of the last pass, if it has ended."""
         self._has_resumed = False
@@ -162,9 +162,11 @@ class EngineLoader:
             return None
 
     def place_of_rows(self, rows: int) -> tuple[int, int]:
-        """Return the place in the epoch of the samples that all ranks' rows stand for, and their number,
-        without those that come again because the samples do not divide evenly among the ranks. ``rows`` are
-        this rank's: those of the last batch in a pass, or of all batches of the pass when it has ended.
+        """Return where in the epoch the samples of all ranks' rows begin, and how many they are. Samples that
+        are repeated, because they do not divide evenly among the ranks, do not count.
+
+        ``rows``: number of rows on this rank. During a pass these are the rows of the last batch; after it,
+        those of all its batches.
 
         Raises ParameterError for another number of rows, in a pass that another one was begun in, for a
         stream, whose length is not known, and for batches of a batch sampler.

@@ -112,6 +112,10 @@ class PackingCollator:
                 raise ValueError(f"a sample has {len(tokens)} tokens and {len(labels)} labels")
             if sample.get("attention_mask") is not None:
                 is_real = _as_ids("attention_mask", sample["attention_mask"]).bool()
+                if len(is_real) != len(tokens):
+                    raise ValueError(
+                        f"a sample has {len(tokens)} tokens, but {len(is_real)} in attention_mask"
+                    )
                 tokens = tokens[is_real]  # a tokenizer may have padded the sample
                 labels = labels[is_real]
         else:
@@ -234,7 +238,7 @@ def _of_similar_length(
 ) -> list[list[int]]:
     """Return batches in which the number of samples times the longest of them is at most ``max_tokens``.
 
-    Samples are sorted by length; with a generator those of one length in a random order.
+    Samples are sorted by length. A generator shuffles samples of equal length.
     """
     order = range(len(lengths)) if generator is None else torch.randperm(len(lengths), generator=generator)
     batches: list[list[int]] = []

@@ -223,6 +223,14 @@ def test_inputs_that_cannot_be_read_are_unknown() -> None:
         watch.note((ones, {"other": each}))
         assert watch.numbers().tolist() == [0.0], each
         watch.clear()
+
+    def noted(row: Tensor) -> Tensor:
+        watch.note(row)
+        return row
+
+    torch.func.vmap(noted)(ones)
+    assert watch.numbers().tolist() == [0.0]
+    watch.clear()
     numbers = set()
     for known in (ones, ones.bool(), ones.to(torch.complex64), ones[:, :2].T, ones[:1].expand(3, 4)):
         watch.note((known, None, 3, torch.empty(0)))

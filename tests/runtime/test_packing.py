@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         ([[1, 2], [1, 2, 3, 4, 5]], r"sample 1 has 5 tokens, but a row has 4 \(max_tokens\): truncate it"),
         ([[]], "a sample has no tokens"),
         ([{"input_ids": [1, 2], "labels": [1]}], "2 tokens and 1 labels"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], "2 tokens, but 1 in attention_mask"),
         ([{"tokens": [1, 2]}], "no input_ids, but 'tokens'"),
         ([(torch.ones(2),)], "a sample is a tuple"),
         ([[1.5, 2.0]], "expected a list of whole numbers, got torch.float32"),

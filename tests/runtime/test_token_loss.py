@@ -120,7 +120,9 @@ def _train_cases() -> list[tuple[float, list[float]]]:
     found = []
     for case in CASES:
         given = dict(case)
-        stage, accumulation, clip = given.pop("stage"), given.pop("accumulation"), given.pop("clip")
+        stage = given.pop("stage")
+        accumulation = given.pop("accumulation")
+        clip = given.pop("clip")
         micro = SAMPLES // 2 // accumulation
         settings = config(stage, micro, accumulation, clip, **given, **BY_TOKENS)
         engine, *_ = zlaunch.initialize(model=net().double(), config=settings)
