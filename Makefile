@@ -17,8 +17,8 @@ PIP := $(PY) -m pip install --no-input --no-compile --disable-pip-version-check 
 # torch's CPU build is a tenth of the size of the CUDA build. TORCH_INDEX= installs from your default index.
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
-# Test workers: one per core, from 2 to 4. One more than cores is no faster and takes 15% more CPU time.
-# No more than cores: ranks wait actively, and would use up the time of others.
+# Test workers: one per core, from 2 to 4. Ranks wait actively, so more would use up each other's time, but for
+# the worker of the tests that wait (tests/conftest.py), which `make test` starts besides.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .PHONY: demo install test test-fast test-all test-every test-quarter test-support test-smoke mutate numerics lint docs bench clean
@@ -58,7 +58,7 @@ install: $(WITH_TOOLS) $(WITH_DOCS)
 
 # FLAGS: more options for pytest. tests/budget.py sets the budget of CPU seconds.
 test: $(WITH_TOOLS)
-	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" --cpu-file=$(VENV)/cpu-test.json --budget $(FLAGS)
+	$(PY) -m pytest -n $$(($(WORKERS) + 1)) -m "not exhaustive" --cpu-file=$(VENV)/cpu-test.json --budget $(FLAGS)
 
 # tests/unit, except kernels and their twins, tests of the project's own files, the benchmark rehearsal, and tests
 # that fuzz or start processes: they would double the time.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests import budget, devices, selection
 from tests.exclusive import Exclusive, ExclusiveFolder
@@ -30,8 +31,24 @@ FAILED = pytest.StashKey[bool]()
 """Whether a test's own code has failed, for fixtures."""
 
 
+WAITING = ("tests/cluster/", "tests/e2e/")
+"""Tests of launches and clusters mostly wait: for processes to start, to end or to be missed."""
+
+
 class _Scheduling(LoadScopeScheduling):
-    """File by file; tests/cluster in one process, because there is one cluster."""
+    """File by file; tests/cluster in one process, because there is one cluster.
+
+    The first process runs the tests that wait, beside those that compute in the other processes. Whoever
+    has none left of its kind helps with the other.
+    """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waits = node is self.nodes[0]
+        for scope in self.workqueue:
+            if scope.startswith(WAITING) == waits:
+                self.workqueue.move_to_end(scope, last=False)
+                break
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         folder = "tests/cluster/"

@@ -162,6 +162,19 @@ def note(name):
     assert not [each for each in times if each[0] == "shared" and each[1] < end and each[2] > begin]
 
 
+def test_tests_that_wait_run_beside_those_that_compute(tmp_path: Path) -> None:
+    for name in ("cluster/test_a", "e2e/test_b", "runtime/test_a", "unit/test_b"):
+        path = tmp_path / f"tests/{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text("import os\ndef test_it(): print(os.environ['PYTEST_XDIST_WORKER'], __file__)\n")
+    done = run_pytest(tmp_path, "", "-n", "2", "-rP", "--import-mode=importlib")
+    assert done.returncode == 0, done.stdout
+    worker_of = {
+        folder: worker for worker, folder in re.findall(r"^(gw\d) .*/tests/(\w+)/", done.stdout, re.MULTILINE)
+    }
+    assert worker_of["cluster"] == worker_of["e2e"] != worker_of["runtime"] == worker_of["unit"]
+
+
 def test_a_test_that_hangs_fails_with_its_stack(tmp_path: Path) -> None:
     source = """
 @pytest.mark.timeout(1)
