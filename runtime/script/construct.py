@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -136,6 +137,8 @@ class _Builder:
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}
         self._alive: set[Unit] = set()
+        self._orphans: set[Unit] = set()
+        """Has the units whose module is gone, but whose parameters are held by others."""
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._restore = ExitStack()
         """Restores torch's classes."""
@@ -270,12 +273,23 @@ class _Builder:
             self._keep(module, unit)
 
     def _keep(self, module: nn.Module, unit: Unit) -> None:
-        """Keep the unit until an engine has taken its parameters, or the module is gone."""
+        """Keep the unit until an engine has taken its parameters, or nobody has them any more."""
         alive = self._alive
+        orphans = self._orphans
         alive.add(unit)
 
         def end() -> None:
-            alive.discard(unit)
+            # A layer that replaces another takes over its parameters, as those of LoRA do: they outlive the
+            # module. While that is being freed, its dict still counts as a holder.
+            if _most_holders(unit) > 1:
+                orphans.add(unit)
+            else:
+                alive.discard(unit)
+            # Nothing tells when the last holder of an orphan goes: look at each module that does.
+            for orphan in list(orphans):
+                if orphan is not unit and not _most_holders(orphan):
+                    orphans.discard(orphan)
+                    alive.discard(orphan)
             if not alive and not self._is_open:
                 self._stores.close()
 
@@ -309,6 +323,19 @@ class _Builder:
                 unit.write_back()
                 unit.reshard()
                 del self._touched[id(unit)]
+
+
+def _references(objects: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects]
+
+
+_OWN = _references([object()])[0]
+"""Counts the references of a list and of the loop, which versions of Python count differently."""
+
+
+def _most_holders(unit: Unit) -> int:
+    """Count the references to that parameter of a unit which has most, besides the unit's own."""
+    return max(_references(unit.parameters), default=_OWN) - _OWN
 
 
 def _stays_viewed(unit: Unit) -> bool:

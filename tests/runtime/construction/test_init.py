@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zlaunch
-from tests.runtime.models import Net, batches, config, net, train_engine
+from tests.runtime.models import Net, batches, config, net, train_engine, train_plain
 from tests.runtime.workers import run_workers
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.unit import owner_of
@@ -178,6 +178,65 @@ def _others() -> list[bool]:
 def test_classes_views_and_switches() -> None:
     (checks,) = run_workers(_others, 1)
     assert checks == [True] * len(checks)
+
+
+class _WithLora(nn.Module):
+    """DeepSpeed-Chat's layer of LoRA: it takes over the parameters of the layer that it replaces."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.right = nn.Parameter(torch.linspace(-0.1, 0.1, columns * 2).view(columns, 2))
+        self.left = nn.Parameter(torch.zeros(2, rows))
+        self.weight.requires_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) + (x @ self.right) @ self.left
+
+
+def _add_lora(model: Net) -> None:
+    for layer in model.layers:
+        old = layer.up
+        layer.up = _WithLora(old.weight, old.bias, old.out_features, old.in_features)
+
+
+def _replaced_in_plain() -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Net()
+    _add_lora(model)
+    return train_plain(model, batches(6, 12))
+
+
+def _replaced() -> tuple[list[float], bool]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    with zlaunch.zero.Init():
+        model = Net()
+    _add_lora(model)
+    gc.collect()
+    engine, *_ = zlaunch.initialize(model=model, config=config(3, 6))
+    losses = train_engine(engine, batches(6, 12))
+    engine.destroy()
+    del engine, model
+
+    with zlaunch.zero.Init():
+        model = Net()
+    _add_lora(model)
+    unit = weakref.ref(placeholder.owner(model.layers[0].up.weight))
+    is_kept = unit() is not None
+    del model
+    gc.collect()
+    return losses, is_kept and unit() is None
+
+
+def test_a_layer_that_is_replaced_leaves_its_parameters_to_the_new_one() -> None:
+    (plain,) = run_workers(_replaced_in_plain, 1)
+    (first, is_freed), (second, _) = run_workers(_replaced, 2)
+    losses = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
+    assert losses == pytest.approx(plain, rel=1e-9)
+    assert is_freed
 
 
 def _modified(stage: int, folder: str) -> list[bool]:
