@@ -22,6 +22,7 @@ from .checkpoint.export.consolidate import save_weights
 from .checkpoint.in_memory import make_checkpointer
 from .comm import deadlock
 from .comm.collectives import Comm
+from .comm.given_groups import check_given_groups
 from .comm.nodes import divides_layers, find_shard_group, make_link
 from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
@@ -148,8 +149,8 @@ def build_engine(
     Eight phases. Each uses what those before it have made, and what fails on one rank fails on all: from the
     second phase on, ranks tell each other.
     """
-    if mpu is not None or mesh_param is not None:
-        raise ValueError("mpu and mesh_param are not supported: set the config's parallel section")
+    if mesh_param is not None:
+        raise ValueError("mesh_param is not supported: set the config's parallel section")
 
     # 1. The config, first: its errors need no process group, and no other rank that would wait.
     loaded = _read_config(config)
@@ -157,6 +158,8 @@ def build_engine(
     # 2. The ranks. The watch for deadlocks begins before the first collective.
     deadlock.install()
     comm = _join_ranks(loaded)
+    if mpu is not None:
+        check_given_groups(mpu, comm.mesh, comm.rank)
     preemption.install()
 
     # 3. "auto" values, which depend on the number of ranks, on the model, and on an earlier attempt.

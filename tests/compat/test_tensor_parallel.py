@@ -13,6 +13,8 @@ from zlaunch.compat.deepspeed import engine as alias
 from zlaunch.compat.deepspeed import parallel
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.parallel import tp_model_init
+from zlaunch.runtime.comm.given_groups import check_given_groups
+from zlaunch.runtime.mesh import MeshShape
 
 SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -97,6 +99,50 @@ def test_a_config_of_another_size_and_a_group_are_refused_at_once() -> None:
         tp_model_init(_model(), 4, torch.float32, {**CONFIG, **SHARED})
     with pytest.raises(NotInZlaunch, match="tp_group"):
         tp_model_init(_model(), 2, torch.float32, tp_group=object())
+
+
+class _Groups:
+    """What DeepSpeed's example of AutoTP passes as ``mpu``."""
+
+    def __init__(self, tensor: list[list[int]], data: list[list[int]]) -> None:
+        self.tensor, self.data = (self._own(groups) for groups in (tensor, data))
+
+    def _own(self, groups: list[list[int]]) -> Any:
+        made = [(ranks, torch.distributed.new_group(ranks)) for ranks in groups]
+        return next(group for ranks, group in made if torch.distributed.get_rank() in ranks)
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+
+def _with_mpu(tensor: list[list[int]], data: list[list[int]], config: dict[str, Any]) -> str:
+    join()
+    try:
+        engine, *_ = alias.initialize(model=_model(), config=config, mpu=_Groups(tensor, data))
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    assert parallel._get_model_parallel_world_size() == len(tensor[0])
+    loss = engine(torch.ones(2, 4)).sum()
+    engine.backward(loss)
+    engine.step()
+    return "trained"
+
+
+def test_the_groups_of_an_mpu_are_those_of_the_config() -> None:
+    together, apart = [[0, 1]], [[0], [1]]
+    assert run_workers(_with_mpu, 2, together, apart, {**CONFIG, **SHARED}) == ["trained"] * 2
+    assert run_workers(_with_mpu, 2, apart, together, CONFIG) == ["trained"] * 2
+    refused = run_workers(_with_mpu, 2, together, apart, CONFIG)
+    assert refused[1].startswith(
+        "mpu.get_model_parallel_group(): rank 1 is in a group of ranks [0, 1], but the"
+    )
+    (refused, _) = run_workers(_with_mpu, 2, apart, apart, {**CONFIG, **SHARED})
+    assert "into one of [0, 1]. Set parallel.tensor in the config" in refused
+    with pytest.raises(TypeError, match="mpu is object, which has none of the methods get_tensor"):
+        check_given_groups(object(), MeshShape(1), 0)
 
 
 def _groups() -> list[Any]:
