@@ -319,9 +319,13 @@ def choose_precision(config: Config) -> Precision:
         )
         return Precision(torch.float16, scaler, fp16.auto_cast, True)
     if config.bf16.enabled:
-        narrow = config.bf16.master_weights == "stochastic"
         return Precision(
-            torch.bfloat16, LossScaler(), config.bf16.auto_cast, config.bf16.check_grad_overflow, narrow
+            dtype=torch.bfloat16,
+            scaler=LossScaler(),
+            cast_inputs=config.bf16.auto_cast,
+            check_finite=config.bf16.check_grad_overflow,
+            narrow_masters=config.bf16.master_weights == "stochastic",
+            autocast=dtype_named(config.autocast[0]),
         )
     name, scale, floor = config.autocast
     # a dynamic scale has the numbers of torch.amp.GradScaler

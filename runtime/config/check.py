@@ -324,7 +324,11 @@ def _precision(config: Config, report: ConfigReport) -> None:
         "amp": config.amp.enabled,
     }
     enabled = [name for name, is_on in switches.items() if is_on]
-    if len(enabled) > 1:
+    if enabled == ["bf16", "torch_autocast"]:
+        if config.torch_autocast.dtype != "bf16":
+            why = "parameters are bf16 and operations float16: set torch_autocast.dtype to bfloat16"
+            report.problems.append(("torch_autocast.dtype", why))
+    elif len(enabled) > 1:
         both = "both" if len(enabled) == 2 else "all"
         why = f"{' and '.join(enabled)} are {both} enabled, enable only one"
         report.problems.append((f"{enabled[1]}.enabled", why))

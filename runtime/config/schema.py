@@ -85,7 +85,8 @@ class TorchAutocast(Section):
     """fp32 training under torch.autocast."""
 
     enabled: Bool = ok(False)
-    """Run the engine's forward pass under torch.autocast. Excludes fp16, bf16 and amp."""
+    """Run the engine's forward pass under torch.autocast. Excludes fp16 and amp. With bf16, parameters are
+    bf16, and operations that need it, such as norms and losses, return fp32."""
     dtype: LowDtype = ok("bf16")
     """Compute type of operations such as matrix products: bfloat16 or float16. Parameters, gradients and
     collectives stay fp32. float16 scales the loss like torch.amp.GradScaler: 65536 at first, doubled after

@@ -288,6 +288,36 @@ def test_what_runs_under_autocast() -> None:
     }
 
 
+def _with_bf16_parameters(stage: int) -> list[float]:
+    """Train with parameters in bf16 and masters in fp32, under autocast; return the losses beside torch's."""
+    join()
+    section: dict[str, Any] = {**BF16, "bf16": {"enabled": True}, "optimizer": SGD}
+    engine, *_ = zlaunch.initialize(model=_built("plain"), config=config(stage, SAMPLES, **section))
+    assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    masters = [p.detach().clone() for p in _built("plain").parameters()]
+    plain = _built("plain").bfloat16()
+    errors = []
+    for batch in batches(STEPS, SAMPLES):
+        for parameter, master in zip(plain.parameters(), masters, strict=True):
+            parameter.data.copy_(master)
+            parameter.grad = None
+        loss = loss_of(_under(plain, torch.bfloat16), batch)
+        loss.backward()
+        for parameter, master in zip(plain.parameters(), masters, strict=True):
+            assert parameter.grad is not None
+            master.sub_(parameter.grad.float(), alpha=0.5)
+        own = loss_of(engine, batch)
+        engine.backward(own)
+        engine.step()
+        errors.append(abs(own.item() - loss.item()))
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_in_bf16_under_autocast(stage: int) -> None:
+    assert run_workers(_with_bf16_parameters, 1, stage)[0] == [0.0] * STEPS
+
+
 def _pipelined() -> tuple[list[float], list[float], list[float]]:
     """Return losses of two stages under autocast, of plain torch under it, and of plain torch without."""
     join()

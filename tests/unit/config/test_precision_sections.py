@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,11 @@ def test_sections_that_are_off_choose_nothing() -> None:
 @pytest.mark.parametrize("pair", [*itertools.combinations(("fp16", "bf16", "torch_autocast", "amp"), 2)])
 def test_two_at_once_are_refused(pair: tuple[str, str]) -> None:
     first, second = pair
+    if pair == ("bf16", "torch_autocast"):
+        line = problem(bf16=ON, torch_autocast={**ON, "dtype": "float16"})
+        assert line.startswith("<dict>: torch_autocast.dtype: parameters are bf16 and operations float16")
+        assert chosen(bf16=ON, torch_autocast=ON) == replace(chosen(bf16=ON), autocast=torch.bfloat16)
+        return
     line = problem(**{first: ON, second: ON})
     assert line == f"<dict>: {second}.enabled: {first} and {second} are both enabled, enable only one"
 
