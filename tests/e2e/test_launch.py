@@ -120,6 +120,37 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert "WORLD_SIZE=3" in table.out and "LOCAL_RANK=2" in table.out, table.err
 
 
+PARSERS = """
+import argparse, sys
+def parser(*names):
+    made = argparse.ArgumentParser()
+    for name in ("--epochs", *names):
+        made.add_argument(name, type=int)
+    return made
+assert vars(parser().parse_args()) == {"epochs": 3}, "as under torchrun"
+assert vars(parser("--local_rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "as under deepspeed"
+assert vars(parser("--local-rank").parse_known_args()[0])["local_rank"] is None
+assert parser().parse_known_args()[1] == ["--local_rank=0"], "a script's own way to ignore options"
+try:
+    parser().parse_args(["--epochs", "3", "--local_rank=0"])
+except SystemExit:
+    pass  # only what the launcher has passed is left out
+else:
+    raise AssertionError("taken though unknown")
+print("all parsed")
+"""
+
+
+def test_argparse_sees_local_rank_where_it_knows_it(tmp_path: Path) -> None:
+    launch = run(tmp_path, "--num_gpus=1", "--no_preload", script=PARSERS, args=("--epochs", "3"))
+    assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/module.py").write_text(PARSERS.replace("import argparse", "import torch, argparse"))
+    launch = run(tmp_path, "--num_gpus=1", "--module", "package.module", "--epochs", "3")
+    assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
+
+
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
@@ -129,7 +160,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         ("raise ValueError('boom')", 1, "| ValueError: boom"),
         ("os.kill(os.getpid(), 11)", 139, "SIGSEGV"),
         ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
-        ("import argparse; argparse.ArgumentParser().parse_args()", 2, "zlaunch --no_local_rank"),
+        ("raise ValueError('Unknown config key: local_rank')", 1, "zlaunch --no_local_rank"),
         ("def f(:", 1, "SyntaxError"),
     ],
 )

@@ -22,7 +22,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
-from zlaunch.node import accelerate_state
+from zlaunch.node import accelerate_state, unknown_local_rank
 from zlaunch.node.long_traceback import shorten
 from zlaunch.runtime.trust import make_folder
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
@@ -255,6 +255,9 @@ def _watch_imports() -> None:
 
     accelerate_state.watch()
     trainer_metrics.watch()
+    passed = f"--local_rank={os.environ.get('LOCAL_RANK')}"
+    if sys.argv[1:2] == [passed]:
+        unknown_local_rank.watch(passed)
 
 
 def _run_module(args: list[str]) -> None:
