@@ -94,6 +94,10 @@ class Effective:
         """Return a line for each key in use that is not given and whose default DeepSpeed has changed."""
         values = dict(_leaves(self.to_dict()))
         unused = [] if self.config.bf16.enabled else ["bf16.check_grad_overflow"]
+        for section in ("offload_optimizer", "offload_param"):
+            given = getattr(self.config.zero_optimization, section)
+            if given is None or given.device == "none":
+                unused.append(f"zero_optimization.{section}.pin_memory")
         return [
             f"{path} is not set: uses {json.dumps(values[path])}, the default {CHANGED[path]}"
             for path in CHANGED
