@@ -16,7 +16,8 @@ class Sdist(sdist):
         """Copy the files to ``base_dir``, and the links as links."""
         links = [path for path in Path("zlaunch").iterdir() if path.is_symlink()]
         behind = tuple(f"{link}/" for link in links)
-        super().make_release_tree(base_dir, [file for file in files if not file.startswith(behind)])
+        paths = {os.path.normpath(file) for file in files}  # with package-dir, some begin with "./"
+        super().make_release_tree(base_dir, sorted(path for path in paths if not path.startswith(behind)))
         for link in links:
             os.symlink(os.readlink(link), Path(base_dir, link))
 
