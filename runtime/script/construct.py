@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import time
@@ -137,8 +138,6 @@ class _Builder:
         self._under_construction: set[int] = set()
         self._touched: dict[int, Unit] = {}
         self._alive: set[Unit] = set()
-        self._orphans: set[Unit] = set()
-        """Has the units whose module is gone, but whose parameters are held by others."""
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._restore = ExitStack()
         """Restores torch's classes."""
@@ -275,25 +274,23 @@ class _Builder:
     def _keep(self, module: nn.Module, unit: Unit) -> None:
         """Keep the unit until an engine has taken its parameters, or nobody has them any more."""
         alive = self._alive
-        orphans = self._orphans
         alive.add(unit)
+
+        def release() -> None:
+            orphans.discard(unit)
+            alive.discard(unit)
+            if not alive and not self._is_open:
+                self._stores.close()
 
         def end() -> None:
             # A layer that replaces another takes over its parameters, as those of LoRA do: they outlive the
             # module. While that is being freed, its dict still counts as a holder.
             if _most_holders(unit) > 1:
-                orphans.add(unit)
+                orphans.add(unit, release)
             else:
-                alive.discard(unit)
-            # Nothing tells when the last holder of an orphan goes: look at each module that does.
-            for orphan in list(orphans):
-                if orphan is not unit and not _most_holders(orphan):
-                    orphans.discard(orphan)
-                    alive.discard(orphan)
-            if not alive and not self._is_open:
-                self._stores.close()
+                release()
 
-        unit.on_empty = end
+        unit.on_empty = release
         finalize(module, end)
 
     def _on_demand(self, unit: Unit) -> bool:
@@ -325,6 +322,44 @@ class _Builder:
                 del self._touched[id(unit)]
 
 
+# -- orphans ----------------------------------------------------------------------------------------
+#
+# Keeps the units whose module is gone while others hold their parameters.
+
+
+class _Orphans:
+    """Holds units until nothing but themselves has their parameters, which it looks at after each run of
+    Python's collector: nothing tells when the last holder goes.
+
+    They are held here because a unit, its parameters and what releases them are a cycle otherwise, which the
+    collector would free with the values.
+    """
+
+    def __init__(self) -> None:
+        self._releases: dict[Unit, Callable[[], None]] = {}
+
+    def add(self, unit: Unit, release: Callable[[], None]) -> None:
+        """Hold a unit; call ``release`` when nobody has its parameters."""
+        if not self._releases:
+            gc.callbacks.append(self._after_collection)
+        self._releases[unit] = release
+
+    def discard(self, unit: Unit) -> None:
+        """Hold a unit no longer."""
+        if self._releases.pop(unit, None) is not None and not self._releases:
+            gc.callbacks.remove(self._after_collection)
+
+    def _after_collection(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "stop":
+            for unit, release in list(self._releases.items()):
+                if not _most_holders(unit):
+                    release()
+
+
+orphans = _Orphans()
+"""Has those of all models that are built sharded."""
+
+
 def _references(objects: Sequence[object]) -> list[int]:
     return [sys.getrefcount(each) for each in objects]
 
@@ -336,6 +371,9 @@ _OWN = _references([object()])[0]
 def _most_holders(unit: Unit) -> int:
     """Count the references to that parameter of a unit which has most, besides the unit's own."""
     return max(_references(unit.parameters), default=_OWN) - _OWN
+
+
+# -- values of a unit -------------------------------------------------------------------------------
 
 
 def _stays_viewed(unit: Unit) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 import zlaunch
 from tests.runtime.models import Net, batches, config, net, train_engine, train_plain
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.zero import placeholder
 from zlaunch.runtime.zero.unit import owner_of
 
@@ -209,7 +209,7 @@ def _replaced_in_plain() -> list[float]:
     return train_plain(model, batches(6, 12))
 
 
-def _replaced() -> tuple[list[float], bool]:
+def _replaced() -> list[float]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     with zlaunch.zero.Init():
@@ -217,26 +217,67 @@ def _replaced() -> tuple[list[float], bool]:
     _add_lora(model)
     gc.collect()
     engine, *_ = zlaunch.initialize(model=model, config=config(3, 6))
-    losses = train_engine(engine, batches(6, 12))
-    engine.destroy()
-    del engine, model
-
-    with zlaunch.zero.Init():
-        model = Net()
-    _add_lora(model)
-    unit = weakref.ref(placeholder.owner(model.layers[0].up.weight))
-    is_kept = unit() is not None
-    del model
-    gc.collect()
-    return losses, is_kept and unit() is None
+    return train_engine(engine, batches(6, 12))
 
 
 def test_a_layer_that_is_replaced_leaves_its_parameters_to_the_new_one() -> None:
     (plain,) = run_workers(_replaced_in_plain, 1)
-    (first, is_freed), (second, _) = run_workers(_replaced, 2)
+    first, second = run_workers(_replaced, 2)
     losses = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
     assert losses == pytest.approx(plain, rel=1e-9)
-    assert is_freed
+
+
+def _collect() -> None:
+    gc.collect()  # lets the units go, which are cycles
+    gc.collect()
+
+
+def _all_replaced(folder: str) -> list[Any]:
+    """Replace all modules of models that were built sharded; return what is left of them, also on disk."""
+    join()
+    offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    settings = config(3, 6, zero={"offload_param": offload})
+    found: list[Any] = []
+    for ending in ("collected", "trained", "one parameter", "another model's"):
+        with zlaunch.zero.Init(config_dict_or_path=settings):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        for index, old in enumerate(model):
+            model[index] = _WithLora(old.weight, old.bias, 64, 64)
+        del old
+        gc.collect()  # nothing of the model's Init is left but what holds the parameters
+        units = [weakref.ref(placeholder.owner(layer.weight)) for layer in model]
+        found.append(all(unit() is not None for unit in units))
+        kept: Any = None
+        if ending == "trained":
+            engine, *_ = zlaunch.initialize(model=model, config=settings)
+            engine.backward(engine(torch.ones(6, 64)).sum())
+            engine.step()
+            engine.destroy()
+            del engine
+        elif ending == "one parameter":
+            kept = [model[0].weight]
+        elif ending == "another model's":
+            with zlaunch.zero.Init(config_dict_or_path=settings):
+                kept = nn.Linear(64, 64)
+            kept.weight = model[0].weight
+        del model
+        _collect()
+        if kept is not None:
+            with zlaunch.zero.GatheredParameters([units[0]().parameters[0]]):
+                found.append(bool(units[0]().parameters[0].isfinite().all()))
+            del kept
+            _collect()
+        found.append([unit() is None for unit in units] == [True, True])
+        torch.distributed.barrier()
+        found.append([path.name for path in Path(folder).rglob("*") if path.is_file()])
+        torch.distributed.barrier()
+    return found
+
+
+def test_what_nobody_holds_any_more_is_given_back(tmp_path: Path) -> None:
+    once = [True, True, []]
+    held = [True, True, True, []]
+    assert run_workers(_all_replaced, 2, str(tmp_path)) == [[*once, *once, *held, *held]] * 2
 
 
 def _modified(stage: int, folder: str) -> list[bool]:
