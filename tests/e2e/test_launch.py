@@ -121,22 +121,32 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
 
 
 PARSERS = """
-import argparse, sys
+import argparse, os, subprocess, sys
 def parser(*names):
     made = argparse.ArgumentParser()
     for name in ("--epochs", *names):
         made.add_argument(name, type=int)
     return made
-assert vars(parser().parse_args()) == {"epochs": 3}, "as under torchrun"
+def unrecognized(*names, given=None):
+    made = parser()
+    if names:
+        made.add_subparsers().add_parser("train").add_argument(*names)
+    try:
+        made.parse_args(given)
+    except SystemExit:
+        return True
+own = ["--epochs=3", "--local_rank=0"]
+assert "ZLAUNCH_LOCAL_RANK_ARGUMENT" not in os.environ
 assert vars(parser("--local_rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "as under deepspeed"
-assert vars(parser("--local-rank").parse_known_args()[0])["local_rank"] is None
-assert parser().parse_known_args()[1] == ["--local_rank=0"], "a script's own way to ignore options"
-try:
-    parser().parse_args(["--epochs", "3", "--local_rank=0"])
-except SystemExit:
-    pass  # only what the launcher has passed is left out
-else:
-    raise AssertionError("taken though unknown")
+assert vars(parser("--local-rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "torch.distributed's"
+assert parser().parse_known_args()[1] == ["--local_rank=0"], "a second parser may know it"
+assert parser().parse_args(each for each in own[:1]).epochs == 3, "an iterator"
+assert unrecognized(given=own), "what the launcher has not put first is the user's"
+assert unrecognized("--local_rank"), "a command alone cannot be given it"
+assert vars(parser("--local_rank_offset").parse_args())["local_rank_offset"] is None, "no abbreviation of it"
+assert sys.argv[1:] == ["--epochs", "3"], "what starts with these arguments parses them as well"
+for parse in (parser().parse_args, parser().parse_intermixed_args):
+    assert vars(parse()) == {"epochs": 3}, "as under torchrun"
 print("all parsed")
 """
 
@@ -149,6 +159,9 @@ def test_argparse_sees_local_rank_where_it_knows_it(tmp_path: Path) -> None:
     (tmp_path / "package/module.py").write_text(PARSERS.replace("import argparse", "import torch, argparse"))
     launch = run(tmp_path, "--num_gpus=1", "--module", "package.module", "--epochs", "3")
     assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
+    first = "import argparse; argparse.ArgumentParser().parse_args()"
+    launch = run(tmp_path, "--num_gpus=1", "--no_local_rank", script=first, args=("--local_rank=0",))
+    assert "unrecognized arguments: --local_rank=0" in launch.err
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ _SAVED_CODE = 75
 """end.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _DEVICES = "CUDA_VISIBLE_DEVICES"
+_PASSED = "ZLAUNCH_LOCAL_RANK_ARGUMENT"
+"""Has the argument that the launcher has put before those of the script, if there is one."""
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
@@ -143,6 +145,7 @@ def main() -> None:
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
     if mode == "--exec":
+        os.environ.pop(_PASSED, None)
         _choose_deepspeed()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
         _exec(args)
@@ -255,9 +258,8 @@ def _watch_imports() -> None:
 
     accelerate_state.watch()
     trainer_metrics.watch()
-    passed = f"--local_rank={os.environ.get('LOCAL_RANK')}"
-    if sys.argv[1:2] == [passed]:
-        unknown_local_rank.watch(passed)
+    if argument := os.environ.pop(_PASSED, ""):
+        unknown_local_rank.watch(argument)
 
 
 def _run_module(args: list[str]) -> None:

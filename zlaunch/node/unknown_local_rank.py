@@ -1,42 +1,67 @@
 """Keep `--local_rank=N`, which DeepSpeed's launcher passes, from argparse's parsers that do not know it.
 
-torchrun passes no such option, so that a script for it would end with "unrecognized arguments". Parsers that
-know the option, or one that begins with it, get it. A script that reads sys.argv itself always sees it.
+torchrun passes no such option, so that a script for it would end with "unrecognized arguments", or argparse
+would take it for the beginning of a longer option. A parser that knows `--local-rank`, as
+torch.distributed.launch passes it, gets that. ``parse_known_args`` returns the option with what is left: a
+script may have a second parser for it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from zlaunch.system.import_watch import when_imported
 
-_NAMES = ("--local_rank", "--local-rank")
+_NAME = "--local_rank"
+_OTHER_NAME = "--local-rank"
 
 
 def watch(argument: str) -> None:
-    """Adapt argparse now, or as soon as it is imported. ``argument``: what the launcher has passed."""
+    """Adapt argparse now, or as soon as it is imported. ``argument``: what the launcher has put first."""
     when_imported("argparse", functools.partial(_adapt, argument))
 
 
 def _adapt(argument: str, module: ModuleType) -> None:
-    kind: Any = module.ArgumentParser
-    original = kind.parse_args
+    for name in ("parse_args", "parse_intermixed_args"):
+        _wrap(module.ArgumentParser, name, argument)
+
+
+def _wrap(kind: Any, name: str, argument: str) -> None:
+    original = getattr(kind, name)
 
     @functools.wraps(original)
-    def parse_args(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        given = sys.argv[1:] if args is None else list(args)
+    def parse(self: Any, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
         # Only where it stands first, as the launcher puts it: what the user has passed is the script's.
-        if given[:1] == [argument] and not _knows(self):
-            args = given[1:]
-        return original(self, args, namespace)
+        if given[:1] == [argument]:
+            known = _as_known(argument, self)
+            given[:1] = known
+            if args is None and not known:
+                # Processes that the script starts parse it as well.
+                sys.argv.remove(argument)
+        return original(self, given, namespace)
 
-    kind.parse_args = parse_args
+    setattr(kind, name, parse)
 
 
-def _knows(parser: Any) -> bool:
-    """Tell whether a parser has the option, or takes it for the beginning of a longer one."""
-    return any(option.startswith(_NAMES) for option in parser._option_string_actions)
+def _as_known(argument: str, parser: Any) -> list[str]:
+    """Return the argument as a parser knows it; none if neither it nor one of a command of it does."""
+    known = parser._option_string_actions
+    if _NAME in known:
+        return [argument]
+    if _OTHER_NAME in known:
+        return [argument.replace(_NAME, _OTHER_NAME)]
+    return [argument] if any(_as_known(argument, command) for command in _commands(parser)) else []
+
+
+def _commands(parser: Any) -> Iterator[Any]:
+    """Yield the parsers of a parser's commands. One that alone knows the option cannot be given it, so the
+    error of argparse stays.
+    """
+    for action in parser._actions:
+        if isinstance(action.choices, Mapping):
+            yield from (each for each in action.choices.values() if hasattr(each, "_option_string_actions"))

@@ -387,6 +387,8 @@ def make_plan(
             local_rank = node.first_local + index
             env = {**common, **worker_env(run, node, rank, index)}
             own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
+            if own:
+                env["ZLAUNCH_LOCAL_RANK_ARGUMENT"] = own[0]
             argv = (*bootstrap, *flag, program.name, *own, *program.args)
             slot = node.slots[index] if node.slots else None
             workers.append(WorkerPlan(rank, local_rank, env, argv, slot))
