@@ -167,11 +167,14 @@ class Checkpointer:
         # One save at a time: the next snapshot uses the memory of the former one again, and its failure must
         # be raised before it is replaced.
         self.wait()
-        folder = absolute(folder)
         wanted = str(tag) if tag is not None else f"global_step{steps}"
-        node_local = options.use_node_local_storage
-        validation = options.tag_validation
-        owner, chosen = choose_target(comm, folder, wanted, node_local=node_local, validation=validation)
+        folder, owner, chosen = choose_target(
+            comm,
+            absolute(folder),
+            wanted,
+            node_local=options.use_node_local_storage,
+            validation=options.tag_validation,
+        )
 
         def describe() -> tuple[Source, SaveTarget]:
             return self._describe(folder, chosen, owner, self._facts(), client_state)

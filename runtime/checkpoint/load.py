@@ -235,24 +235,30 @@ T = TypeVar("T")
 
 def choose_target(
     comm: Comm, folder: Path, tag: str, *, node_local: bool, validation: str
-) -> tuple[str, str]:
-    """Check that all ranks save to one folder; return rank 0's save id and tag.
+) -> tuple[Path, str, str]:
+    """Return the folder, the id and the tag of a save: rank 0's, but for a folder that is ``node_local``.
 
     Of tags that differ, the ``validation`` "Warn" and "Ignore" take rank 0's; "Fail" is an error. Raises
     CheckpointError on every rank.
     """
     # The temporary folder of a save has rank 0's name: equal on all ranks, and no other save's.
     places = comm.exchange((str(folder), tag, new_owner()))
-    for rank, (other, _, _) in enumerate(places):
-        if other != places[0][0] and not node_local:
-            raise CheckpointError(
-                f"rank {rank} saves to {other}, but rank 0 to {places[0][0]}: pass the same shared folder on "
-                'every rank, or set "use_node_local_storage"'
+    first = str(places[0][0])
+    others = [rank for rank, (other, _, _) in enumerate(places) if other != first]
+    if others and not node_local:
+        # A script that makes up a name on each rank, as DeepSpeed's HelloDeepSpeed does, has trained by now.
+        folder = Path(first)
+        if comm.rank == 0:
+            rank = others[0]
+            warn(
+                f"save_checkpoint: rank {rank} saves to {places[rank][0]}, but rank 0 to {first}: all save "
+                "to rank 0's folder, which they have to share. Pass the same folder on every rank, or set "
+                '"use_node_local_storage"'
             )
     _check_tags([str(given) for _, given, _ in places], validation, is_first=comm.rank == 0)
     tag = places[0][1]
     check_tag(tag)
-    return str(places[0][2]), tag
+    return folder, str(places[0][2]), tag
 
 
 def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import zlaunch
 from tests.runtime.models import Net, batches, config, loss_of, train_engine
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.checkpoint.format.manifest import VALUE, Checkpoint
 from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
@@ -393,7 +395,6 @@ def _mistakes(folder: str) -> dict[str, str]:
     catch("object", lambda: engine.save_checkpoint(folder, client_state={"a": [1, {"b": Thing()}]}))
     catch("one rank", lambda: engine.save_checkpoint(folder, client_state={"a": Thing() if rank else 1}))
     catch("no dict", lambda: engine.save_checkpoint(folder, client_state=[1]))
-    catch("folders", lambda: engine.save_checkpoint(f"{folder}/{rank}"))
     catch("slash", lambda: engine.save_checkpoint(folder, tag="a/b"))
     catch("file", lambda: engine.save_checkpoint(__file__))
     assert not Path(folder).exists() or not [p for p in Path(folder).rglob("*") if p.is_file()]
@@ -448,7 +449,6 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
         "object": f"client_state['a'][1]['b'] is a {__name__}._mistakes.<locals>.Thing",
         "one rank": "client_state['a'] is a",
         "no dict": "client_state is a list: it has to be a dict",
-        "folders": f"rank 1 saves to {folder}/1, but rank 0 to {folder}/0",
         "slash": "tag 'a/b': must be a plain folder name",
         "file": f"{Path(__file__).name}: File exists",
         "no tag": "has no checkpoint 'global_step7'; 'global_step1' looks whole: use it, or tag=\"auto\"",
@@ -460,6 +460,26 @@ def test_mistakes_have_one_clear_message_on_every_rank(tmp_path: Path) -> None:
     assert first.keys() == expected.keys()
     for key, text in expected.items():
         assert text in first[key], first[key]
+
+
+def _own_folders(folder: str) -> tuple[str, list[float]]:
+    """Save to a folder of each rank's own; return what was said, and losses from the state of rank 0's."""
+    rank = join()
+    engine, *_ = zlaunch.initialize(model=Net(), config=config(3, 6))
+    train_engine(engine, batches(1, 12))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        engine.save_checkpoint(f"{folder}/{rank}")
+    wanted = train_engine(engine, batches(2, 12))
+    engine.load_checkpoint(f"{folder}/0")
+    assert train_engine(engine, batches(2, 12)) == wanted
+    return said.getvalue(), wanted
+
+
+def test_folders_of_each_ranks_own_become_rank_0s(tmp_path: Path) -> None:
+    (said, _), _ = run_workers(_own_folders, 2, str(tmp_path))
+    assert f"warning: save_checkpoint: rank 1 saves to {tmp_path}/1, but rank 0 to {tmp_path}/0: all" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["0"]
 
 
 def _own_state(folder: str, save: bool) -> Any:
