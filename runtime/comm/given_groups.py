@@ -30,17 +30,29 @@ def check_given_groups(mpu: Any, mesh: MeshShape, rank: int) -> None:
         if name is None:
             continue
         found += 1
-        given = sorted(dist.get_process_group_ranks(getattr(mpu, name)()))
+        given = _ranks(mpu, name)
         # ranks with other experts train on other samples
         along = ("data", "expert") if axis == "data" else (axis,)
         own = next(ranks for ranks in mesh.groups(*along) if rank in ranks)
         if given != own:
+            advice = (
+                f"zlaunch counts ranks on {', '.join(mesh.axes)}, the last one fastest"
+                if len(given) == len(own)
+                else f"set the size of the axis {axis} in the config to {len(given)}, or leave mpu out"
+            )
             raise RankMismatchError(
                 f"mpu.{name}(): rank {rank} is in a group of ranks {given}, but the config puts it into one "
-                f"of {own}. Set parallel.{axis} in the config to the size of the group; ranks of a "
-                "tensor-parallel group have consecutive numbers. A model whose layers the script itself has "
-                "divided between ranks, as Megatron's, is not supported"
+                f"of {own}: {advice}. A model whose layers the script itself has divided between ranks, as "
+                "Megatron's, is not supported"
             )
     if not found:
         known = ", ".join(itertools.chain.from_iterable(_GROUPS.values()))
         raise TypeError(f"initialize: mpu is {type(mpu).__name__}, which has none of the methods {known}")
+
+
+def _ranks(mpu: Any, name: str) -> list[int]:
+    """Return the ranks of the group that a method returns. Raises TypeError where it returns none."""
+    group = getattr(mpu, name)()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"mpu.{name}() returned {group!r}, which is no process group of this rank")
+    return sorted(dist.get_process_group_ranks(group))
