@@ -2,8 +2,9 @@
 
 Read ``fields`` (support levels, the base of all sections), ``schema`` (the sections; ``zero``,
 ``parallel`` and ``optimizers`` have large ones), ``load``, ``check`` (unknown keys, values,
-combinations), ``resolve`` ("auto"), ``axis_sizes`` and ``batch_sizes``. ``unsupported``, ``foreign_keys``,
-``other_names`` and ``forms`` serve messages; ``reference`` writes the page of all keys.
+combinations), ``resolve`` ("auto"), ``axis_sizes``, ``batch_sizes`` and ``partition_config``.
+``unsupported``, ``foreign_keys``, ``other_names`` and ``forms`` serve messages; ``reference`` writes the
+page of all keys.
 """
 
 from ..mesh import MeshShape

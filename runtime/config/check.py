@@ -20,6 +20,7 @@ from .foreign_keys import CONTAINERS, FOREIGN, WAY_OUT, Advice, advise
 from .forms import as_switch, form, forms, required_form, section_form
 from .optimizers import LATER_SCHEDULERS, SCHEDULER_PARAMS, SCHEDULERS, optimizer_models
 from .other_names import read_optimizer, read_scheduler
+from .partition_config import read_partition_config
 from .schema import EDITOR_KEY, Config
 
 # -- known keys -------------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ def cross(config: Config, report: ConfigReport) -> Config:
     """Report keys that do not require each other; return the config without what has no meaning in it."""
     problems = report.problems
     _precision(config, report)
+    _partition(config, report)
     if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
         problems.append(("gradient_allreduce_op", '"sum" is not allowed with ZeRO stage 3, expected "mean"'))
     if config.gradient_allreduce_op == "sum" and config.loss_reduction == "tokens":
@@ -313,6 +315,20 @@ def _local_steps(config: Config, report: ConfigReport) -> Config:
     may = zero.stage == 0 and not _is_stage_open(report) and sequence_size(config) == 1
     params = {**section.params, "local_step_clipper": 16 if may else 1}
     return config.model_copy(update={"optimizer": section.model_copy(update={"params": params})})
+
+
+def _partition(config: Config, report: ConfigReport) -> None:
+    """Report what ``tensor_parallel.partition_config`` has that is not supported."""
+    given = config.tensor_parallel.partition_config
+    if given is None:
+        return
+    key = "tensor_parallel.partition_config"
+    if config.tensor_parallel.plan is not None:
+        report.problems.append((key, "contradicts tensor_parallel.plan: remove one of them"))
+    try:
+        read_partition_config(given)
+    except ValueError as error:
+        report.problems.append((key, str(error)))
 
 
 def _precision(config: Config, report: ConfigReport) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from .fields import AutoInt, Bool, Count, Section, Whole, ok
 from .unsupported import with_missing
@@ -38,6 +38,10 @@ class TensorParallel(Section):
     plan: dict[str, str] | None = ok(None)
     """Style by module or parameter name, "*" for any number, such as {"layers.*.mlp.up": "colwise"}. null
     uses the plan of the Hugging Face model (zlaunch's own key)."""
+    partition_config: dict[str, Any] | None = ok(None)
+    """DeepSpeed's form of the plan: {"layer_specs": [{"patterns": [".*\\\\.o_proj\\\\.weight$"],
+    "partition_type": "row"}, ...]}, regular expressions for names of weights. Layers that none matches are
+    not split. Excludes plan."""
     vocab_parallel_loss: Bool = ok(False)
     """Compute a Hugging Face model's loss from sharded logits, without gathering them. The model then returns
     only the rank's shard of the logits (zlaunch's own key)."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..comm.shard_spec import ShardSpec, spec_of
+from ..config.partition_config import PartitionConfig, read_partition_config
 from ..errors import ParameterError
 from ..models import matching, own_plan, suggestion
 
@@ -47,12 +48,17 @@ def tensor_parallel(module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
     return module
 
 
-def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the style of each module and parameter by its name.
+def find_plan(
+    model: nn.Module, given: Mapping[str, str] | None, partition: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Return the style of each module and parameter by its name. ``partition`` is DeepSpeed's
+    partition_config.
 
     Raises ParameterError for a model without a plan, a style that does not exist, and a name in a given plan
     that the model does not have.
     """
+    if partition is not None:
+        return _of_partition(model, read_partition_config(partition))
     if given is not None:
         found = _matches(model, given, "tensor_parallel.plan")
     else:
@@ -66,6 +72,36 @@ def find_plan(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, st
             f"{type(model).__name__} has no plan for tensor parallelism: set tensor_parallel.plan "
             '{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise", ...}, or '
             "zlaunch.tensor_parallel(module, plan) where the model is built, or set its size to 1"
+        )
+    return found
+
+
+def _of_partition(model: nn.Module, partition: PartitionConfig) -> dict[str, str]:
+    """Return the plan of DeepSpeed's specs, which say it of the weights of linear layers, and of gradients
+    that are to be summed.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
+    summed = "replicated_with_grad_allreduce"
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        for key, _ in module.named_parameters(recurse=False):
+            parameter = f"{name}.{key}" if name else key
+            style = partition.style_of(parameter, model_type)
+            if style == summed:
+                found[parameter] = style
+            elif is_linear and key == "weight":
+                if style is None and partition.is_strict:
+                    raise ParameterError(
+                        f"tensor_parallel.partition_config: no spec matches {parameter}, which its "
+                        "strict_mode asks for"
+                    )
+                if style not in (None, "replicate"):
+                    found[name] = str(style)
+    if {summed}.issuperset(found.values()):
+        raise ParameterError(
+            f"tensor_parallel.partition_config: no spec splits a linear layer of {type(model).__name__}; its "
+            "patterns are regular expressions for names of weights from their beginning"
         )
     return found
 

@@ -384,7 +384,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
     work = None
     problem = None
     try:
-        plan = find_plan(model, config.tensor_parallel.plan) if axis.size > 1 else {}
+        section = config.tensor_parallel
+        plan = find_plan(model, section.plan, section.partition_config) if axis.size > 1 else {}
         work = Decision(model, plan, axis)
         work.decide()
         if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:

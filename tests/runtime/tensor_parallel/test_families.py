@@ -31,6 +31,22 @@ from tests.runtime.workers import join, run_workers
 pytestmark = needs_package("transformers")
 
 
+COLUMNS = {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"}
+ROWS = {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"}
+SUMMED = {"patterns": [r".*\.[qk]_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True}
+PACKED = {"patterns": [r".*\.gate_up_proj\.weight$"], "shape": [2, -1], "partition_dim": 0}
+DOWN = {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("family", "specs"), [("qwen3", [COLUMNS, ROWS, SUMMED]), ("phi3", [PACKED, DOWN])], ids=["qwen3", "phi3"]
+)
+def test_deepspeeds_partition_config(family: str, specs: list[dict[str, Any]]) -> None:
+    section = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
+    assert_equals_one_process([family], 2, [1, 3], {"tensor": 2}, tensor_parallel=section)
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

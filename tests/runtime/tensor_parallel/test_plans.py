@@ -122,3 +122,13 @@ def test_families_without_a_plan_are_said_to_have_none(family: str) -> None:
         model = AutoModel.from_config(AutoConfig.for_model(family))
     with pytest.raises(zlaunch.ParameterError, match=rf"{type(model).__name__} has no plan"):
         find_plan(model, None)
+
+
+def test_a_partition_config_that_splits_nothing_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    spec = {"patterns": ["1.weight"]}
+    with pytest.raises(zlaunch.ParameterError, match="no spec splits a linear layer of Sequential"):
+        find_plan(model, None, {"layer_specs": [spec]})
+    with pytest.raises(zlaunch.ParameterError, match=r"no spec matches 0\.weight, which its strict_mode"):
+        find_plan(model, None, {"layer_specs": [spec], "strict_mode": True})
+    assert find_plan(model, None, {"layer_specs": [{"patterns": ["0"]}]}) == {"0": "colwise"}
