@@ -85,12 +85,13 @@ class TorchAutocast(Section):
     """fp32 training under torch.autocast."""
 
     enabled: Bool = ok(False)
-    """Run the engine's forward pass under torch.autocast. Excludes fp16 and amp. With bf16, parameters are
-    bf16, and operations that need it, such as norms and losses, return fp32."""
+    """Run the engine's forward pass under torch.autocast. Excludes fp16 and amp. With the section bf16,
+    parameters are bf16."""
     dtype: LowDtype = ok("bf16")
-    """Compute type of operations such as matrix products: bfloat16 or float16. Parameters, gradients and
-    collectives stay fp32. float16 scales the loss like torch.amp.GradScaler: 65536 at first, doubled after
-    2000 steps without overflow, halved at each overflow. The section fp16 has no effect on it."""
+    """Compute type of operations such as matrix products: bfloat16 or float16. Without the section bf16,
+    parameters, gradients and collectives stay fp32. float16 scales the loss like torch.amp.GradScaler: 65536
+    at first, doubled after 2000 steps without overflow, halved at each overflow. The section fp16 has no
+    effect on it."""
     lower_precision_safe_modules: list[str] | None = ok(None)
     """Classes whose parameters and gradients DeepSpeed sends in dtype. No effect in zlaunch: collectives are
     in fp32. communication_data_type sets the type of gradients."""

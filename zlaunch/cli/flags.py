@@ -250,7 +250,7 @@ _TR_INSTEAD = {
         "python -m zlaunch.compat.deepspeed accelerate launch",
     ),
     "--gpu_ids": (True, "use --include localhost:0,2-3"),
-    "--dynamo_backend": (True, "call torch.compile in the script"),
+    "--dynamo_backend": (True, "set compile.enabled in the config"),
     "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
     "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
     "--use_megatron_lm": (False, "use the section `parallel` of the config"),
