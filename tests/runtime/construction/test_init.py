@@ -240,12 +240,12 @@ def _all_replaced(folder: str) -> list[Any]:
     found: list[Any] = []
     for ending in ("collected", "trained", "one parameter", "another model's"):
         with zlaunch.zero.Init(config_dict_or_path=settings):
-            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         for index, old in enumerate(model):
             model[index] = _WithLora(old.weight, old.bias, 64, 64)
         del old
         gc.collect()  # nothing of the model's Init is left but what holds the parameters
-        units = [weakref.ref(placeholder.owner(layer.weight)) for layer in model]
+        units: Any = [weakref.ref(placeholder.owner(layer.weight)) for layer in model]
         found.append(all(unit() is not None for unit in units))
         kept: Any = None
         if ending == "trained":
@@ -263,8 +263,10 @@ def _all_replaced(folder: str) -> list[Any]:
         del model
         _collect()
         if kept is not None:
-            with zlaunch.zero.GatheredParameters([units[0]().parameters[0]]):
-                found.append(bool(units[0]().parameters[0].isfinite().all()))
+            unit: Any = units[0]()
+            with zlaunch.zero.GatheredParameters([unit.parameters[0]]):
+                found.append(bool(unit.parameters[0].isfinite().all()))
+            del unit
             del kept
             _collect()
         found.append([unit() is None for unit in units] == [True, True])

@@ -26,6 +26,7 @@ from zlaunch.compat.deepspeed.parallel import (
 )
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.pipe import PipelineModule
+from zlaunch.compat.deepspeed.save_pretrained import expect_state_elsewhere, forget_state_elsewhere
 from zlaunch.compat.deepspeed.tools import ThroughputTimer, logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
 from zlaunch.runtime.api import choose_config
@@ -422,7 +423,10 @@ class DeepSpeedEngine(ConfigGetters, Engine):
     ) -> dict[str, Tensor] | None:
         """Return all weights by name on rank 0, None elsewhere. Collective."""
         state = consolidated_state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
-        return state if self.global_rank == 0 else None
+        if self.global_rank == 0:
+            return state
+        expect_state_elsewhere(self.module)
+        return None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -450,6 +454,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         num_tokens: int | Tensor | None = None,
     ) -> Tensor:
         """Call the runtime's; return the loss divided by the micro-batches of a step, as DeepSpeed does."""
+        forget_state_elsewhere(self.module)
         super().backward(loss, retain_graph, scale_wrt_gas, num_tokens=num_tokens)
         return loss / self.averaging.accumulation if scale_wrt_gas else loss
 
