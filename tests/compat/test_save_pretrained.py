@@ -33,16 +33,19 @@ def _saved(folder: str, is_positional: bool) -> list[dict[str, torch.Tensor]]:
         engine.step()
 
     train()
-    state = engine._zero3_consolidated_16bit_state_dict()
     main = {"is_main_process": rank == 0}
+    save = engine.module.save_pretrained  # before the state, as in one expression
+    state = engine._zero3_consolidated_16bit_state_dict()
     if is_positional:
-        engine.module.save_pretrained(f"{folder}/first", rank == 0, state)
+        save(f"{folder}/first", rank == 0, state)
     else:
-        engine.module.save_pretrained(f"{folder}/first", state_dict=state, **main)
+        save(f"{folder}/first", state_dict=state, **main)
     states = [{name: value.clone() for name, value in engine.module.state_dict().items()}]
     train()
     engine.module.save_pretrained(f"{folder}/second", **main)
     states.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+    engine.destroy()
+    assert "save_pretrained" not in vars(engine.module)
     return states
 
 

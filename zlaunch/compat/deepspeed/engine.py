@@ -26,7 +26,11 @@ from zlaunch.compat.deepspeed.parallel import (
 )
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
 from zlaunch.compat.deepspeed.pipe import PipelineModule
-from zlaunch.compat.deepspeed.save_pretrained import expect_state_elsewhere, forget_state_elsewhere
+from zlaunch.compat.deepspeed.save_pretrained import (
+    note_state,
+    replace_save_pretrained,
+    restore_save_pretrained,
+)
 from zlaunch.compat.deepspeed.tools import ThroughputTimer, logger, set_log_level_from_string
 from zlaunch.compat.deepspeed.ulysses import UlyssesSPAttentionHF
 from zlaunch.runtime.api import choose_config
@@ -425,7 +429,7 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         state = consolidated_state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
         if self.global_rank == 0:
             return state
-        expect_state_elsewhere(self.module)
+        note_state(self.module, is_elsewhere=True)
         return None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -454,9 +458,14 @@ class DeepSpeedEngine(ConfigGetters, Engine):
         num_tokens: int | Tensor | None = None,
     ) -> Tensor:
         """Call the runtime's; return the loss divided by the micro-batches of a step, as DeepSpeed does."""
-        forget_state_elsewhere(self.module)
+        note_state(self.module, is_elsewhere=False)  # after a step it is an old one
         super().backward(loss, retain_graph, scale_wrt_gas, num_tokens=num_tokens)
         return loss / self.averaging.accumulation if scale_wrt_gas else loss
+
+    def destroy(self) -> None:
+        """Call the runtime's."""
+        super().destroy()
+        restore_save_pretrained(self.module)
 
     def deepspeed_io(
         self,
@@ -697,6 +706,7 @@ def initialize(
     if engine.effective_config.log_level is not None:
         set_log_level_from_string(engine.effective_config.log_level)
     _live.add(engine)
+    replace_save_pretrained(engine.module)
     logger.info("DeepSpeed info: version=0.19.8 (zlaunch), ZeRO stage %d", engine.zero_optimization_stage())
     return engine, engine.optimizer, loader, scheduler
 
