@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 _SPEC_KEYS = frozenset(
     (
@@ -71,10 +71,10 @@ def _read_spec(given: Any, where: str) -> LayerSpec:
     except (re.error, TypeError) as error:
         raise ValueError(f"{where}.patterns: {error}") from None
     types = tuple(str(each).lower() for each in given.get("model_types") or ())
-    return LayerSpec(patterns, _style(given, kind, where), types)  # type: ignore[arg-type]
+    return LayerSpec(patterns, _style(given, kind, where), types)
 
 
-def _style(given: Mapping[str, Any], kind: Literal["column", "row", "skip"], where: str) -> str:
+def _style(given: Mapping[str, Any], kind: str, where: str) -> str:
     """Return the name that Hugging Face's plans have for a spec's way to split."""
     dim = given.get("partition_dim")
     usual = {"column": 0, "row": 1, "skip": None}[kind]

@@ -77,8 +77,8 @@ def find_plan(
 
 
 def _of_partition(model: nn.Module, partition: PartitionConfig) -> dict[str, str]:
-    """Return the plan of DeepSpeed's specs, which say it of the weights of linear layers, and of gradients
-    that are to be summed.
+    """Return the plan that DeepSpeed's specs make: styles of linear layers, by names of their weights, and
+    of parameters whose gradients are summed.
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     summed = "replicated_with_grad_allreduce"

@@ -340,14 +340,13 @@ class _Orphans:
 
     def add(self, unit: Unit, release: Callable[[], None]) -> None:
         """Hold a unit; call ``release`` when nobody has its parameters."""
-        if not self._releases:
+        if self._after_collection not in gc.callbacks:
             gc.callbacks.append(self._after_collection)
         self._releases[unit] = release
 
     def discard(self, unit: Unit) -> None:
         """Hold a unit no longer."""
-        if self._releases.pop(unit, None) is not None and not self._releases:
-            gc.callbacks.remove(self._after_collection)
+        self._releases.pop(unit, None)
 
     def _after_collection(self, phase: str, _: dict[str, int]) -> None:
         if phase == "stop":
