@@ -80,5 +80,6 @@ def _held(axis: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("axis", AXES)
 def test_destroyed_engines_keep_no_descriptors_and_threads(axis: str) -> None:
     # without shared memory, where the weights of a model that is kept have descriptors
-    for first, *later in run_workers(_held, 2, axis, env={"ZLAUNCH_SHARED_MEMORY": "0"}):
-        assert later == [first] * len(later)
+    for (descriptors, threads), *later in run_workers(_held, 2, axis, env={"ZLAUNCH_SHARED_MEMORY": "0"}):
+        # gloo closes some a moment after the group is gone, so a later engine may have fewer
+        assert all(held[0] <= descriptors and held[1] <= threads for held in later), later
