@@ -136,7 +136,7 @@ def unrecognized(*names, given=None):
     except SystemExit:
         return True
 own = ["--epochs=3", "--local_rank=0"]
-assert "ZLAUNCH_LOCAL_RANK_ARGUMENT" not in os.environ
+assert "ZLAUNCH_PASSES_LOCAL_RANK" not in os.environ
 assert vars(parser("--local_rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "as under deepspeed"
 assert vars(parser("--local-rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "torch.distributed's"
 assert parser().parse_known_args()[1] == ["--local_rank=0"], "a second parser may know it"

@@ -124,8 +124,8 @@ _SAVED_CODE = 75
 """end.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _DEVICES = "CUDA_VISIBLE_DEVICES"
-_PASSED = "ZLAUNCH_LOCAL_RANK_ARGUMENT"
-"""Has the argument that the launcher has put before those of the script, if there is one."""
+_PASSED = "ZLAUNCH_PASSES_LOCAL_RANK"
+"""Is set where the launcher has put --local_rank before the arguments of the script."""
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
@@ -258,8 +258,8 @@ def _watch_imports() -> None:
 
     accelerate_state.watch()
     trainer_metrics.watch()
-    if argument := os.environ.pop(_PASSED, ""):
-        unknown_local_rank.watch(argument)
+    if os.environ.pop(_PASSED, ""):
+        unknown_local_rank.watch(f"--local_rank={os.environ['LOCAL_RANK']}")
 
 
 def _run_module(args: list[str]) -> None:

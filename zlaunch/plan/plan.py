@@ -388,7 +388,7 @@ def make_plan(
             env = {**common, **worker_env(run, node, rank, index)}
             own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
             if own:
-                env["ZLAUNCH_LOCAL_RANK_ARGUMENT"] = own[0]
+                env["ZLAUNCH_PASSES_LOCAL_RANK"] = "1"
             argv = (*bootstrap, *flag, program.name, *own, *program.args)
             slot = node.slots[index] if node.slots else None
             workers.append(WorkerPlan(rank, local_rank, env, argv, slot))

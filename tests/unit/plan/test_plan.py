@@ -55,7 +55,7 @@ def test_two_cpu_workers() -> None:
         "ZLAUNCH_RUN_ID": "id",
         "ZLAUNCH_RUN_DIR": "/runs/id",
         "ZLAUNCH_RESTART_COUNT": "0",
-        "ZLAUNCH_LOCAL_RANK_ARGUMENT": "--local_rank=1",
+        "ZLAUNCH_PASSES_LOCAL_RANK": "1",
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
