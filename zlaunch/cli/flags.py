@@ -253,6 +253,7 @@ _TR_INSTEAD = {
     "--dynamo_backend": (True, "set compile.enabled in the config"),
     "--cpu": (False, "hide the GPUs: CUDA_VISIBLE_DEVICES= zlaunch ..."),
     "--tpu": (False, "zlaunch runs on GPUs and CPUs"),
+    "--main_training_function": (True, "leave it out: the script itself is started, as on all but TPUs"),
     "--use_megatron_lm": (False, "use the section `parallel` of the config"),
     "--zero_stage": (True, _IN_THE_CONFIG),
     "--offload_optimizer_device": (True, _IN_THE_CONFIG),
