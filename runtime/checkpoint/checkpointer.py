@@ -168,7 +168,7 @@ class Checkpointer:
         # be raised before it is replaced.
         self.wait()
         wanted = str(tag) if tag is not None else f"global_step{steps}"
-        folder, owner, chosen = choose_target(
+        chosen = choose_target(
             comm,
             absolute(folder),
             wanted,
@@ -177,14 +177,14 @@ class Checkpointer:
         )
 
         def describe() -> tuple[Source, SaveTarget]:
-            return self._describe(folder, chosen, owner, self._facts(), client_state)
+            return self._describe(chosen.folder, chosen.tag, chosen.owner, self._facts(), client_state)
 
         # An object in client_state that cannot be saved is an error before the folder is made.
         source, target = all_or_none(comm.exchange, comm.rank, describe, own=True)
         target = replace(target, save_latest=save_latest, exclude_frozen=exclude_frozen)
         save = Save(self._without_repetition(source), target, self._link)
-        self._check_stop_folder(folder)
-        self._folder = folder
+        self._check_stop_folder(chosen.folder)
+        self._folder = chosen.folder
 
         def tell(path: Path) -> None:
             self._tell(path, steps, save_latest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -233,10 +234,18 @@ def restore_groups(
 T = TypeVar("T")
 
 
-def choose_target(
-    comm: Comm, folder: Path, tag: str, *, node_local: bool, validation: str
-) -> tuple[Path, str, str]:
-    """Return the folder, the id and the tag of a save: rank 0's, but for a folder that is ``node_local``.
+@dataclass(frozen=True)
+class ChosenTarget:
+    """Says where a save goes, equally on all ranks."""
+
+    folder: Path
+    owner: str
+    """Identifies the save in the name of its temporary folder."""
+    tag: str
+
+
+def choose_target(comm: Comm, folder: Path, tag: str, *, node_local: bool, validation: str) -> ChosenTarget:
+    """Choose rank 0's folder, owner and tag on all ranks; each keeps its own folder if it is ``node_local``.
 
     Of tags that differ, the ``validation`` "Warn" and "Ignore" take rank 0's; "Fail" is an error. Raises
     CheckpointError on every rank.
@@ -258,7 +267,7 @@ def choose_target(
     _check_tags([str(given) for _, given, _ in places], validation, is_first=comm.rank == 0)
     tag = places[0][1]
     check_tag(tag)
-    return folder, str(places[0][2]), tag
+    return ChosenTarget(folder, str(places[0][2]), tag)
 
 
 def _check_tags(tags: Sequence[str], validation: str, *, is_first: bool) -> None:
