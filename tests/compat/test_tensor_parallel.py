@@ -102,7 +102,7 @@ def test_a_config_of_another_size_and_a_group_are_refused_at_once() -> None:
 
 
 class _Groups:
-    """What DeepSpeed's example of AutoTP passes as ``mpu``."""
+    """Returns groups as the ``mpu`` of DeepSpeed's AutoTP example does."""
 
     def __init__(self, tensor: list[list[int]], data: list[list[int]]) -> None:
         self.tensor, self.data = (self._own(groups) for groups in (tensor, data))

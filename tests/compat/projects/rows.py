@@ -24,20 +24,20 @@ class Project:
 
     name: str
     root: str
-    """What is copied to a folder of the run: its path in the folder of the clones. @ and the name of an
-    installed package mean scripts of that, where they are."""
+    """Names the folder that each run copies, in the folder of the clones. "@trl" stands for the scripts of
+    the installed package trl, which are not copied."""
     folder: str = "."
     """Where the command runs, in the copy."""
     command: str
     """The script and its arguments. {inputs} is the folder of ``inputs``, {out} an empty one."""
     starts: Literal["deepspeed", "torchrun"]
-    """Whose launcher the script is written for."""
+    """Names the launcher that the script is written for."""
     beside: str | None = ""
     """The command that runs beside ours, if it is another; None where nothing can run beside it here."""
     prints: str = ""
     """A regular expression with a group: the numbers to compare, on rank 0."""
     nearness: float = 0.0
-    """How far a number may be from that beside it."""
+    """Limits the difference between a number and the one beside it."""
     why: str = ""
     """Why numbers may differ, or why nothing runs beside it."""
     is_repeated: bool = False
@@ -273,7 +273,7 @@ PROJECTS = [
         "--learning_rate 1e-3",
         starts="torchrun",
         beside=None,
-        why="DeepSpeed 0.19.8 takes each of the two CPU workers for a run of its own",
+        why="DeepSpeed 0.19.8 treats each of the two CPU workers as a separate run",
         env={
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_MIXED_PRECISION": "no",

@@ -233,7 +233,7 @@ def _collect() -> None:
 
 
 def _all_replaced(folder: str) -> list[Any]:
-    """Replace all modules of models that were built sharded; return what is left of them, also on disk."""
+    """Replace all modules of sharded models; return whether memory and files of the models are gone."""
     join()
     offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     settings = config(3, 6, zero={"offload_param": offload})
