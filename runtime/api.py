@@ -58,7 +58,7 @@ def initialize(
     ``args.deepspeed_config`` are other names for it. A model as the first argument is the ``model``.
     ``optimizer`` is an instance, a callable that takes the parameters, or None for the config's.
     ``lr_scheduler`` is an instance, a callable that takes the optimizer, or None for the config's.
-    ``mpu`` has Megatron's methods for groups of ranks, which must be those of the config's parallel axes.
+    ``mpu`` returns process groups, as Megatron's does; they must match the parallel sizes in the config.
     Collective: every rank calls it with the same model and config, and starts from rank 0's values.
 
     Returns ``(engine, optimizer, dataloader, lr_scheduler)``, with None for what was neither given nor

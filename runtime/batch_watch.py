@@ -126,8 +126,8 @@ class BatchWatch:
 
     @property
     def _has_first_arrived(self) -> bool:
-        """Return whether the host has the numbers of the oldest step. On a GPU, those of the newest step have
-        just been queued, so this does not ask for them.
+        """Return whether the host has the numbers of the oldest step. On a GPU the copy of the newest one has
+        just been queued, so this does not ask for it.
         """
         copy = self._coming[0].copy
         return copy.is_done or (len(self._coming) > 1 and copy.has_arrived)

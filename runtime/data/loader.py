@@ -166,7 +166,7 @@ class EngineLoader:
         are repeated, because they do not divide evenly among the ranks, do not count.
 
         ``rows``: number of rows on this rank. During a pass these are the rows of the last batch; after it,
-        those of all its batches.
+        the rows of all batches.
 
         Raises ParameterError for another number of rows, in a pass that another one was begun in, for a
         stream, whose length is not known, and for batches of a batch sampler.

@@ -283,8 +283,8 @@ class _Builder:
                 self._stores.close()
 
         def end() -> None:
-            # A layer that replaces another takes over its parameters, as those of LoRA do: they outlive the
-            # module. While that is being freed, its dict still counts as a holder.
+            # LoRA's layers take over the parameters of the layer that they replace, so the parameters outlive
+            # their module. While the module is being freed, its dict still counts as a holder.
             if _most_holders(unit) > 1:
                 orphans.add(unit, release)
             else:
@@ -356,7 +356,7 @@ class _Orphans:
 
 
 orphans = _Orphans()
-"""Has those of all models that are built sharded."""
+"""Holds the orphans of all models that are built sharded."""
 
 
 def _references(objects: Sequence[object]) -> list[int]:

@@ -2,8 +2,8 @@
 
 torchrun passes no such option, so that a script for it would end with "unrecognized arguments", or argparse
 would take it for the beginning of a longer option. A parser that knows `--local-rank`, as
-torch.distributed.launch passes it, gets that. ``parse_known_args`` returns the option with what is left: a
-script may have a second parser for it.
+torch.distributed.launch passes it, gets that. ``parse_known_args`` still returns the option among the
+unknown arguments, because a script may parse those with a second parser.
 """
 
 from __future__ import annotations
