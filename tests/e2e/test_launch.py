@@ -45,7 +45,7 @@ def test_workers_get_their_place(tmp_path: Path) -> None:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         assert {key: env.get(key) for key in expected} == {k: str(v) for k, v in expected.items()}
-        assert dump["argv"] == ["worker.py", f"--local_rank={rank}"]
+        assert dump["argv"] == ["worker.py"]
         assert (dump["path"], dump["stdin"], dump["name"]) == (str(tmp_path), "", "__main__")
         assert dump["file"] == str(tmp_path / "worker.py")
     assert dumps[0]["sid"] != dumps[1]["sid"]
@@ -114,19 +114,24 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     }
     [node] = plan["nodes"]
     assert (node["host"], [worker["rank"] for worker in node["workers"]]) == ("localhost", [0, 1])
-    assert node["workers"][1]["argv"][-4:] == ["worker.py", "--local_rank=1", "--x", "1"]
+    assert node["workers"][1]["argv"][-3:] == ["worker.py", "--x", "1"]
     assert node["workers"][1]["env"]["LOCAL_RANK"] == "1"
     table = run(tmp_path, "--dry_run", "--include", "localhost:0,2-3", script="pass")
     assert "WORLD_SIZE=3" in table.out and "LOCAL_RANK=2" in table.out, table.err
 
 
-PARSERS = """
-import argparse, os, subprocess, sys
+MAKES_PARSERS = """
+import argparse, os, sys
 def parser(*names):
     made = argparse.ArgumentParser()
     for name in ("--epochs", *names):
         made.add_argument(name, type=int)
     return made
+"""
+# This script declares the option: its file has the option's name in strings.
+DECLARES = (
+    MAKES_PARSERS
+    + """
 def unrecognized(*names, given=None):
     made = parser()
     if names:
@@ -149,19 +154,78 @@ for parse in (parser().parse_args, parser().parse_intermixed_args):
     assert vars(parse()) == {"epochs": 3}, "as under torchrun"
 print("all parsed")
 """
+)
 
 
-def test_argparse_sees_local_rank_where_it_knows_it(tmp_path: Path) -> None:
-    launch = run(tmp_path, "--num_gpus=1", "--no_preload", script=PARSERS, args=("--epochs", "3"))
+# The script imports this module; its own file does not declare the option.
+PARSERS = (
+    MAKES_PARSERS
+    + """
+def is_unrecognized(given):
+    try:
+        parser().parse_args(given)
+    except SystemExit:
+        return True
+def check():
+    own = ["--epochs", "3"]
+    assert sys.argv[1:] == own, sys.argv
+    assert "ZLAUNCH_PASSES_LOCAL_RANK" not in os.environ
+    for given in (None, sys.argv[1:]):
+        assert vars(parser("--local_rank").parse_args(given)) == {"epochs": 3, "local_rank": 0}
+    assert vars(parser("--local-rank").parse_args()) == {"epochs": 3, "local_rank": 0}, "torch.distributed's"
+    assert parser("--local_rank").parse_intermixed_args().local_rank == 0
+    for parse in (parser().parse_args, parser().parse_intermixed_args):
+        assert vars(parse()) == {"epochs": 3}, "as under torchrun"
+    first, rest = argparse.ArgumentParser().parse_known_args()
+    assert rest == own and vars(first) == {}, "the rest is the command's alone"
+    for given in (rest, ["--epochs", "1", *rest]):
+        assert vars(parser("--local_rank").parse_args(given)) == {"epochs": 3, "local_rank": 0}, given
+    assert parser().parse_args(each for each in ["--epochs=3"]).epochs == 3, "an iterator"
+    for given in ([], ["--epochs=4"], ["--epochs", "4"]):
+        assert parser("--local_rank").parse_args(given).local_rank is None, "arguments of the script"
+    assert parser("--local_rank").parse_args(["--local_rank=7"]).local_rank == 7
+    assert is_unrecognized([*own, "--local_rank=0"]), "which nobody has passed for the launcher"
+    assert vars(parser("--local_rank_offset").parse_args())["local_rank_offset"] is None, "no abbreviation"
+    nested = parser()
+    nested.add_subparsers().add_parser("train").add_argument("--local_rank")
+    assert nested.parse_args().epochs == 3
+    print("all parsed")
+"""
+)
+
+
+def _run_as_module(folder: Path, text: str) -> Launch:
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").touch()
+    (folder / "package/module.py").write_text(text)
+    return run(folder, "--num_gpus=1", "--module", "package.module", "--epochs", "3")
+
+
+def test_a_script_that_declares_local_rank_gets_it(tmp_path: Path) -> None:
+    launch = run(tmp_path, "--num_gpus=1", "--no_preload", script=DECLARES, args=("--epochs", "3"))
     assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").touch()
-    (tmp_path / "package/module.py").write_text(PARSERS.replace("import argparse", "import torch, argparse"))
-    launch = run(tmp_path, "--num_gpus=1", "--module", "package.module", "--epochs", "3")
+    launch = _run_as_module(tmp_path, DECLARES.replace("import argparse", "import torch, argparse"))
     assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
     first = "import argparse; argparse.ArgumentParser().parse_args()"
     launch = run(tmp_path, "--num_gpus=1", "--no_local_rank", script=first, args=("--local_rank=0",))
     assert "unrecognized arguments: --local_rank=0" in launch.err
+    for says, wanted in (("'--local-rank'", "['--local-rank=0']"), ("'local_rank'", "['--local_rank=0']")):
+        launch = run(
+            tmp_path, "--num_gpus=1", script=f"import sys\n{says}\nname = {says}\nprint(sys.argv[1:])"
+        )
+        assert wanted in launch.out
+
+
+def test_argparse_gets_local_rank_where_it_knows_it(tmp_path: Path) -> None:
+    (tmp_path / "parsers.py").write_text(PARSERS)
+    script = "import parsers\nparsers.check()  # not --local_rank"
+    launch = run(tmp_path, "--num_gpus=1", "--no_preload", script=script, args=("--epochs", "3"))
+    assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
+    launch = _run_as_module(tmp_path, f"import torch\n{script}")
+    assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
+    first = "import parsers; print(parsers.parser('--' + 'local' + '_rank').parse_args())"
+    launch = run(tmp_path, "--num_gpus=1", "--no_local_rank", script=first)
+    assert "local_rank=None" in launch.out, launch.err
 
 
 @pytest.mark.parametrize(

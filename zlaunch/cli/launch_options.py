@@ -171,7 +171,9 @@ LAUNCH = (
         is_flag=True,
         help="Start each worker as a new process instead of forking one that has imported torch.",
     ),
-    _worker("--no_local_rank", is_flag=True, help="Do not pass --local_rank=N to the script."),
+    _worker(
+        "--no_local_rank", is_flag=True, help="Pass no --local_rank=N, not even to a script that knows it."
+    ),
     _worker(
         "--compat",
         type=click.Choice(COMPAT_CHOICES),

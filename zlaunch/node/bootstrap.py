@@ -17,12 +17,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from zlaunch.errors import ZlaunchError
-from zlaunch.node import accelerate_state, unknown_local_rank
+from zlaunch.node import accelerate_state, local_rank_option
 from zlaunch.node.long_traceback import shorten
 from zlaunch.runtime.trust import make_folder
 from zlaunch.system.processes import PASSED_SIGNALS, die_with_parent
@@ -124,8 +125,8 @@ _SAVED_CODE = 75
 """end.SAVED_CODE, without an import before the script's own."""
 _OUR_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 _DEVICES = "CUDA_VISIBLE_DEVICES"
-_PASSED = "ZLAUNCH_PASSES_LOCAL_RANK"
-"""Is set where the launcher has put --local_rank before the arguments of the script."""
+_PASSES = "ZLAUNCH_PASSES_LOCAL_RANK"
+"""Is set where a script that knows --local_rank gets it."""
 _OUR_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EVENT_FD_FLOOR = 200
 _TRACEBACK_LIMIT_CHARS = 1 << 18
@@ -145,7 +146,7 @@ def main() -> None:
     if args[0] in ("--module", "--exec"):
         mode = args.pop(0)
     if mode == "--exec":
-        os.environ.pop(_PASSED, None)
+        os.environ.pop(_PASSES, None)
         _choose_deepspeed()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_SIGNALS)
         _exec(args)
@@ -258,8 +259,16 @@ def _watch_imports() -> None:
 
     accelerate_state.watch()
     trainer_metrics.watch()
-    if os.environ.pop(_PASSED, ""):
-        unknown_local_rank.watch(f"--local_rank={os.environ['LOCAL_RANK']}")
+
+
+def _give_local_rank(script: bytes) -> None:
+    """Give --local_rank to the script, of which this is the text, if it knows it."""
+    if os.environ.pop(_PASSES, ""):
+        value = os.environ["LOCAL_RANK"]
+        spelling = local_rank_option.spelling_in(script)
+        if spelling:
+            sys.argv.insert(1, f"{spelling}={value}")
+        local_rank_option.watch(value, is_passed=bool(spelling))
 
 
 def _run_module(args: list[str]) -> None:
@@ -267,7 +276,37 @@ def _run_module(args: list[str]) -> None:
     _set_path(os.getcwd())
     _choose_deepspeed()
     _watch_imports()
+    _give_local_rank(_text_of_module(args[0]))
     runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+
+
+def _text_of_module(name: str) -> bytes:
+    """Return the source text of what ``python -m`` runs, b"" where it cannot be found without running it."""
+    places = [os.path.join(folder or os.curdir, *name.split(".")) for folder in sys.path]
+    return _first_file(f"{place}{end}" for place in places for end in (".py", "/__main__.py"))
+
+
+def _text_of_archive(path: str) -> bytes:
+    """Return the source text of a folder's or a zip file's ``__main__.py``, b"" if it has none."""
+    if os.path.isdir(path):
+        return _first_file([os.path.join(path, "__main__.py")])
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.read("__main__.py")
+    except (OSError, KeyError, zipfile.BadZipFile):  # a .pyc, or what runpy will refuse
+        return b""
+
+
+def _first_file(paths: Iterable[str]) -> bytes:
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except OSError:
+            continue
+    return b""
 
 
 def _run_script(args: list[str]) -> None:
@@ -277,11 +316,14 @@ def _run_script(args: list[str]) -> None:
     _choose_deepspeed()
     _watch_imports()
     if os.path.isdir(script) or script.endswith((".zip", ".pyz", ".pyc")):
+        _give_local_rank(_text_of_archive(script))
         runpy.run_path(script, run_name="__main__")
         return
     script = os.path.abspath(script)  # sys.argv[0] stays as it was given, as in Python itself
     with open(script, "rb") as file:
-        code: CodeType = compile(file.read(), script, "exec", dont_inherit=True)
+        text = file.read()
+    _give_local_rank(text)
+    code: CodeType = compile(text, script, "exec", dont_inherit=True)
     # Unlike runpy.run_path this __main__ stays until the very end, as threads, atexit functions and pickles
     # of the script's classes expect. __spec__ None and a __file__ is what multiprocessing's spawn looks at.
     module = ModuleType("__main__")

@@ -35,7 +35,7 @@ class Program:
     name: str
     args: tuple[str, ...] = ()
     pass_local_rank: bool = True
-    """Put `--local_rank=N` before the script's own arguments, as DeepSpeed does."""
+    """Give `--local_rank=N` to a script that knows it, as DeepSpeed's launcher gives it to all."""
     preload: tuple[str, ...] = ()
     """Modules that the script imports. Workers are forks of a process that has imported them."""
 

@@ -386,10 +386,9 @@ def make_plan(
             rank = first_rank + index
             local_rank = node.first_local + index
             env = {**common, **worker_env(run, node, rank, index)}
-            own = [f"--local_rank={env['LOCAL_RANK']}"] if program.pass_local_rank else []
-            if own:
+            if program.pass_local_rank:
                 env["ZLAUNCH_PASSES_LOCAL_RANK"] = "1"
-            argv = (*bootstrap, *flag, program.name, *own, *program.args)
+            argv = (*bootstrap, *flag, program.name, *program.args)
             slot = node.slots[index] if node.slots else None
             workers.append(WorkerPlan(rank, local_rank, env, argv, slot))
         node_plans.append(NodePlan(node.host, tuple(workers)))

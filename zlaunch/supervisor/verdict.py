@@ -173,7 +173,7 @@ _HINTS = (
     # the words of argparse, click, typer, absl and fire, and of a parser of the script's own: "ValueError:
     # Unknown config key: local_rank"
     (
-        r"(?i)(error: |no such option|could not consume|unknown).*\blocal_rank\b",
+        r"(?i)((?<!attribute)error: |no such option|could not consume|unknown).*\blocal_rank\b",
         "the script does not know --local_rank; start it with zlaunch --no_local_rank (LOCAL_RANK is set)",
     ),
     (

@@ -55,7 +55,6 @@ def test_workers_that_others_start_on_the_node_share_its_cores_too() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
     assert [found[0].env[name] for name in names] == ["10", "12", "4", "6", "1", "2"]
     assert found[0].env["ROLE_RANK"] == "10" and found[0].env["ROLE_WORLD_SIZE"] == "12"
-    assert "--local_rank=4" in found[0].argv
 
 
 @pytest.mark.parametrize("where", ["launcher", "node"])
@@ -102,7 +101,7 @@ def test_a_virtual_local_rank_is_0_and_sees_its_gpu_alone() -> None:
     found = list(plan.nodes[0].workers)
     assert of(found, "LOCAL_RANK") == ["0", "0"] and of(found, "ZLAUNCH_LOCAL_RANK") == ["0", "1"]
     assert of(found, "CUDA_VISIBLE_DEVICES") == ["4", "6"]
-    assert [worker.local_rank for worker in found] == [0, 1] and "--local_rank=0" in found[1].argv
+    assert [worker.local_rank for worker in found] == [0, 1]
 
 
 def test_one_rank_waits_for_a_debugger_and_none_gives_up_on_it() -> None:
