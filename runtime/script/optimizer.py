@@ -81,6 +81,11 @@ class _LostState(_SpreadState):
         return "<lost with the engine>"
 
 
+def has_lost_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer's state was sharded, and is lost with its engine."""
+    return isinstance(optimizer.state, _LostState)
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """Leads an optimizer's methods to its engine. Also an instance of the class that it was made with.
 

@@ -5,6 +5,7 @@ import sys as _sys
 
 import zlaunch as _zlaunch
 from zlaunch.compat.deepspeed import VERSION as __version__
+from zlaunch.compat.deepspeed import lightning as _lightning
 from zlaunch.compat.deepspeed.engine import (
     DeepSpeedEngine,
     PipelineEngine,
@@ -45,6 +46,8 @@ from .runtime import zero
 from .runtime.activation_checkpointing import checkpointing
 from .runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from .utils.init_on_device import OnDevice
+
+_lightning.watch()
 
 __version_major__, __version_minor__, __version_patch__ = (int(_n) for _n in __version__.split("."))
 version = __version__
