@@ -99,10 +99,11 @@ def measure_limits(device: torch.device, dtype: torch.dtype, *, link: bool) -> d
 def _matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure matrix multiplications, once in a process."""
     width = _WIDTH_ON_GPU if device.type == "cuda" else _WIDTH
-    # Random values: a GPU multiplies matrices of ones faster, because it draws less power. From their own
-    # generator, because the script's draws would be others than in a run without the engine.
-    draws = torch.Generator(device)
-    one, other = (torch.rand(width, width, device=device, generator=draws).to(dtype) for _ in range(2))
+    # Values of all sizes: a GPU multiplies matrices of ones faster, because it draws less power. Computed,
+    # not drawn, because the script's draws would be others than in a run without the engine.
+    angles = torch.arange(width * width, dtype=torch.float32, device=device).view(width, width)
+    one = angles.sin().to(dtype)
+    other = angles.cos().to(dtype)
     return 2 * width**3 / _best(lambda: torch.mm(one, other), device) / 1e12
 
 

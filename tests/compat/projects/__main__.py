@@ -4,7 +4,7 @@
 
 CLONES has a clone of each repository of ``rows.SOURCES``. A row whose clone or packages are missing fails,
 with what to get. Rows for DeepSpeed's launcher run beside it where --deepspeed names a folder that has it.
-DeepSpeed-Chat needs older packages than the others: run it with --only and --path.
+DeepSpeed-Chat, LLaMA-Factory and ms-swift need other versions of packages: run them with --only and --path.
 """
 
 from __future__ import annotations

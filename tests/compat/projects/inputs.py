@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,26 @@ def _words(row: int, count: int) -> str:
     return " ".join(f"word{(7 * row + place**2) % 97}" for place in range(count))
 
 
+def _chat(row: int) -> dict[str, Any]:
+    said = [{"role": "user", "content": _words(row, 6)}, {"role": "assistant", "content": _words(row + 1, 6)}]
+    return {"messages": said}
+
+
+def _make_mnist(folder: Path) -> None:
+    """Write random images and labels in MNIST's format, as many as it has."""
+    draws = random.Random(0)
+    folder.mkdir(parents=True)
+    for kind, count in (("train", 60_000), ("t10k", 10_000)):
+        images = struct.pack(">4i", 2051, count, 28, 28) + draws.randbytes(count * 28 * 28)
+        labels = struct.pack(">2i", 2049, count) + bytes(number % 10 for number in range(count))
+        (folder / f"{kind}-images-idx3-ubyte").write_bytes(images)
+        (folder / f"{kind}-labels-idx1-ubyte").write_bytes(labels)
+
+
 def make_inputs(folder: Path) -> None:
-    """Fill a folder with models (``opt``, ``llama``, ``critic``), ``text`` and configs (``ds_*.json``)."""
+    """Fill a folder with models (``opt``, ``llama``, ``critic``), ``text``, ``mnist`` and configs
+    (``ds_*.json``).
+    """
     import torch
     from tokenizers import ByteLevelBPETokenizer
 
@@ -64,6 +83,8 @@ def make_inputs(folder: Path) -> None:
     (folder / "text").mkdir(exist_ok=True)
     rows = [json.dumps({"text": _words(row, 12)}) for row in range(64)]
     (folder / "text/train.json").write_text("\n".join(rows))
+    (folder / "text/chat.jsonl").write_text("\n".join(map(json.dumps, map(_chat, range(64)))))
+    _make_mnist(folder / "mnist/MNIST/raw")
     optimizer = {"optimizer": {"type": "AdamW", "params": _RATE}}
     scheduler = {"scheduler": {"type": "WarmupLR", "params": _WARMUP}}
     (folder / "ds_auto.json").write_text(json.dumps({**_STAGE_3, **optimizer, **scheduler}))

@@ -14,6 +14,9 @@ SOURCES = {
     "nanoGPT": ("https://github.com/karpathy/nanoGPT", "3adf61e1"),
     "examples": ("https://github.com/pytorch/examples", "77f55b9"),
     "accelerate": ("https://github.com/huggingface/accelerate", "16cb6eb8"),
+    "pytorch-lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "7f0c3436"),
+    "LLaMA-Factory": ("https://github.com/hiyouga/LLaMA-Factory", "ff6d4d12"),
+    "ms-swift": ("https://github.com/modelscope/ms-swift", "3602360a"),
 }
 """Maps the folders of the clones to where they come from, and a commit that ran."""
 
@@ -87,6 +90,38 @@ _SFT = (
     "--max_steps 5 --per_device_train_batch_size 2 --logging_steps 1 --report_to none --bf16 false "
     "--learning_rate 1e-3 --max_length 64 --use_cpu true"
 )
+_LIGHTNING = (
+    "autoencoder.py --trainer.accelerator cpu --trainer.devices 2 --trainer.max_epochs 1 "
+    "--trainer.logger false --trainer.limit_train_batches 20 --trainer.limit_val_batches 4 "
+    "--trainer.limit_test_batches 4 --trainer.limit_predict_batches 2"
+)
+_FACTORY = (
+    "model_name_or_path={inputs}/llama template=default max_samples=24 cutoff_len=64 logging_steps=1 "
+    "preprocessing_num_workers=1 dataloader_num_workers=0 output_dir={out} max_steps=5 bf16=false "
+    "gradient_accumulation_steps=1 use_cpu=true plot_loss=false"
+)
+_FACTORY_NEEDS = (
+    "transformers<=5.8.0",
+    "datasets<=4.0.0",
+    "accelerate<=1.11.0",
+    "peft<=0.18.1",
+    "trl<=0.24.0",
+    "torchvision",
+    "torchaudio",
+    "av",
+    "omegaconf",
+    "sse-starlette",
+    "tyro<0.9",
+    "fire",
+    "einops",
+)
+_SWIFT = (
+    "swift/cli/sft.py --model {inputs}/llama --model_type llama --template default --tuner_type full "
+    "--dataset {inputs}/text/chat.jsonl --torch_dtype float32 --max_steps 5 --learning_rate 1e-3 "
+    "--per_device_train_batch_size 2 --gradient_accumulation_steps 1 --logging_steps 1 --max_length 128 "
+    "--output_dir {out} --dataset_num_proc 1 --dataloader_num_workers 0 --use_cpu true --report_to none"
+)
+_LOGGED_LOSS = r"'loss': '([\d.]+)'"
 
 PROJECTS = [
     *(
@@ -259,10 +294,61 @@ PROJECTS = [
         command=f"{_SFT} --deepspeed {{inputs}}/ds_script.json",
         starts="torchrun",
         beside=_SFT,
-        prints=r"'loss': '([\d.]+)'",
+        prints=_LOGGED_LOSS,
         nearness=0.0011,
         why="printed to four digits",
         needs=("trl",),
+    ),
+    *(
+        Project(
+            name=f"Lightning, {strategy}",
+            root="pytorch-lightning/examples/pytorch/basics",
+            command=f"{_LIGHTNING} --trainer.strategy {strategy}",
+            starts="torchrun",
+            beside=_LIGHTNING,
+            prints=r"test_loss_epoch *│ *([\d.]+)",
+            nearness=1e-7,
+            env={"STAND_IN_MNIST": "{inputs}/mnist"},
+            needs=("lightning", "jsonargparse", "docstring-parser", "typeshed-client", "torchvision"),
+        )
+        for strategy in ("ddp", "deepspeed_stage_2", "deepspeed_stage_3_offload")
+    ),
+    *(
+        Project(
+            name=f"LLaMA-Factory, {name}",
+            root="LLaMA-Factory",
+            command=f"src/train.py examples/{example} {_FACTORY} deepspeed=examples/deepspeed/{config}.json",
+            starts="torchrun",
+            beside=f"src/train.py examples/{example} {_FACTORY} deepspeed=null",
+            prints=_LOGGED_LOSS,
+            nearness=0.0011,
+            why="printed to four digits",
+            env={"DISABLE_VERSION_CHECK": "1"},
+            needs=_FACTORY_NEEDS,
+        )
+        for name, example, config in (
+            ("LoRA, stage 3", "train_lora/qwen3_lora_sft.yaml", "ds_z3_config"),
+            ("full, stage 2, offload", "train_full/qwen3_full_sft.yaml", "ds_z2_offload_config"),
+        )
+    ),
+    Project(
+        name="ms-swift, stage 3",
+        root="ms-swift",
+        command=f"{_SWIFT} --deepspeed zero3",
+        starts="torchrun",
+        beside=_SWIFT,
+        prints=_LOGGED_LOSS,
+        nearness=0.0011,
+        why="printed to four digits",
+        env={"USE_HF": "1"},
+        needs=(
+            "transformers<5.17",
+            "datasets>=4.1,<4.8.5",
+            "trl<1.0",
+            "peft<0.21",
+            "modelscope",
+            "json-repair",
+        ),
     ),
     Project(
         name="accelerate, stage 3",

@@ -1,9 +1,10 @@
 """Stands in for downloads and for CUDA. Python imports it at its start where this folder is on PYTHONPATH.
 
 ``torchvision.datasets.CIFAR10`` and ``datasets.load_dataset("wikitext")`` make up data instead of downloading
-it. Scripts that import the former begin with the seed 0, as the one that trains on it sets none. With
-``STAND_IN_CUDA=1``, what names a CUDA device or NCCL gets the CPU and gloo, so that a script that is written
-for GPUs alone runs on the CPU.
+it, and ``MNIST`` reads the images in the folder that ``STAND_IN_MNIST`` names. Scripts that import the former
+begin with the seed 0, as the one that trains on CIFAR10 sets none. Lightning's strategy for DeepSpeed, which
+refuses CPUs, takes them. With ``STAND_IN_CUDA=1``, what names a CUDA device or NCCL gets the CPU and gloo, so
+that a script that is written for GPUs alone runs on the CPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ def _after_torchvision_datasets(module: Any) -> None:
             return super().__getitem__(index)[0], index % 10
 
     module.CIFAR10 = CIFAR10
+    init = module.MNIST.__init__
+    module.MNIST.__init__ = lambda self, root, *args, **kwargs: init(
+        self, os.environ["STAND_IN_MNIST"], *args, **kwargs
+    )
 
 
 def _after_datasets(module: Any) -> None:
@@ -46,6 +51,13 @@ def _after_datasets(module: Any) -> None:
         return module.Dataset.from_dict({"text": [" ".join(words) for words in rows]})
 
     module.load_dataset = load_dataset
+
+
+def _after_lightning_deepspeed(module: Any) -> None:
+    from lightning.pytorch.accelerators import CPUAccelerator
+
+    module.CUDAAccelerator = CPUAccelerator
+    module._validate_device_index_selection = lambda parallel_devices: None  # CPUs have no index
 
 
 def _after_torch(module: Any) -> None:
@@ -113,6 +125,7 @@ _AFTER: dict[str, Callable[[Any], None]] = {
     "torch": _after_torch,
     "torchvision.datasets": _after_torchvision_datasets,
     "datasets": _after_datasets,
+    "lightning.pytorch.strategies.deepspeed": _after_lightning_deepspeed,
 }
 
 
