@@ -222,6 +222,7 @@ class EngineLoader:
     def __iter__(self) -> Iterator[Any]:
         if not (self._has_resumed or self._was_look()):
             self._resumed = 0
+            self._saved_first = None
             self.epoch += 1
         self._has_resumed = False
         self._begun_at = None if self._clock is None else self._clock()
@@ -295,12 +296,15 @@ class EngineLoader:
 
     # -- its position
 
-    def state_dict(self) -> dict[str, int | bool | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position: the number of started epochs, and the samples that all ranks have read in the
         current one (0 at its end); with a batch sampler, its batches.
         """
         units = self._resumed + self.taken * self._step_units
-        found = {"epoch": self.epoch, self._unit: units, "first": self._first, "length": self._length()}
+        found: dict[str, Any] = {"epoch": self.epoch, self._unit: units}
+        found |= {"first": self._first, "length": self._length()}
+        if self._stream is not None:
+            found["ranks"] = self._ranks  # "first" identifies as many samples
         return {**found, "drawn": self._order.drawn} if isinstance(self._order, Shuffled) else found
 
     def _length(self) -> int | None:
@@ -330,7 +334,8 @@ class EngineLoader:
         self._begun_at = None
         self._passes += 1
         self.taken = 0
-        self._saved_first = state.get("first") if units else None
+        is_comparable = state.get("ranks", self._ranks) == self._ranks
+        self._saved_first = state.get("first") if units and is_comparable else None
         if isinstance(self._order, Shuffled) and units:
             # Earlier versions drew an order of any length.
             self._order.drawn = bool(state.get("drawn", True))

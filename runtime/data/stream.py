@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from ..log import warn
 from .draws import Draws
 from .order import shared_out
 from .same_order import digest
@@ -48,11 +49,18 @@ class StreamShare(IterableDataset[Any]):
         """Set the epoch, and how many samples of all ranks the next pass leaves out."""
         self._where[0] = epoch
         self._where[1] = start
+        self._set_epoch(epoch)
+
+    def _set_epoch(self, epoch: int) -> None:
+        # Hugging Face's streams add to a number in shared memory: worker processes that all set it at once
+        # would add more than once. Here it is set before they begin, and they find it there.
+        set_epoch = getattr(self._stream, "set_epoch", None)
+        if callable(set_epoch) and getattr(self._stream, "epoch", None) != epoch:
+            set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self._where.tolist()
-        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
-            set_epoch(epoch)
+        self._set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         return self._share(Draws(self._seed + epoch), start, worker, workers)
@@ -62,8 +70,15 @@ class StreamShare(IterableDataset[Any]):
         with draws.active():
             begun = list(islice(samples, self._ranks))  # what fills up the last batch of all ranks
         self.first = digest(begun) if begun else None
-        rest = islice(chain(begun, samples), start, None)
-        for number, block in enumerate(draws.blocks(rest, self._step_samples)):
+        everything = chain(begun, samples)
+        with draws.active():
+            left_out = sum(1 for _ in islice(everything, start))
+        if left_out < start and worker == 0 and self._rank == 0:
+            warn(
+                f"{type(self._stream).__name__} ends after {left_out} samples, before the position of the "
+                f"checkpoint, {start}: nothing is left of this epoch"
+            )
+        for number, block in enumerate(draws.blocks(everything, self._step_samples)):
             if number % workers == worker:
                 yield from shared_out([block], begun, self._rank, self._ranks, self._drop_last)
 

@@ -363,6 +363,60 @@ def test_a_digest_is_of_the_contents() -> None:
     assert digest({"x": torch.arange(3)}) != digest({"x": torch.arange(1, 4)})
 
 
+def test_the_epoch_behind_a_save_at_the_end_has_no_warning(capsys: Any) -> None:
+    loader = EngineLoader(Stream(40), batch_size=4, rank=0, world_size=1)
+    read(loader, 10)
+    resumed = EngineLoader(Stream(40), batch_size=4, rank=0, world_size=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert read(resumed) == [] and flat(read(resumed)) == [each ^ 1 for each in range(40)]
+    assert "order" not in capsys.readouterr().out
+
+
+def test_a_stream_resumes_on_other_numbers_of_ranks_without_a_warning(capsys: Any) -> None:
+    loader = EngineLoader(Stream(40), batch_size=4, rank=0, world_size=2)
+    read(loader, 2)
+    resumed = EngineLoader(Stream(40), batch_size=4, rank=0, world_size=3)
+    resumed.load_state_dict(loader.state_dict())
+    assert read(resumed)[0] == [16, 19, 22, 25] and "order" not in capsys.readouterr().out
+
+
+def test_a_stream_that_has_become_shorter_is_named(capsys: Any) -> None:
+    loader = EngineLoader(Stream(40), batch_size=4, rank=0, world_size=1)
+    read(loader, 8)
+    shorter = EngineLoader(Stream(30), batch_size=4, rank=0, world_size=1)
+    shorter.load_state_dict(loader.state_dict())
+    assert read(shorter) == []
+    assert (
+        "Stream ends after 30 samples, before the position of the checkpoint, 32" in capsys.readouterr().out
+    )
+
+
+class Adding(Stream):
+    """Keeps its epoch in shared memory, and adds to it, as Hugging Face's streams do."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.number = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.calls = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return int(self.number)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.calls += 1
+        self.number += epoch - self.number
+
+
+def test_the_epoch_is_set_once_in_shared_memory() -> None:
+    stream = Adding(24)
+    options = LoaderOptions(num_workers=2, persistent_workers=True)
+    loader = EngineLoader(stream, batch_size=4, rank=0, world_size=1, options=options)
+    for epoch in range(4):
+        assert flat(read(loader)) == [each ^ (epoch & 1) for each in range(24)]
+    assert int(stream.calls) == 3  # it begins with epoch 0
+
+
 # -- in training ------------------------------------------------------------------------------------
 
 
