@@ -4,7 +4,8 @@
 
 CLONES has a clone of each repository of ``rows.SOURCES``. A row whose clone or packages are missing fails,
 with what to get. Rows for DeepSpeed's launcher run beside it where --deepspeed names a folder that has it.
-DeepSpeed-Chat, LLaMA-Factory and ms-swift need other versions of packages: run them with --only and --path.
+DeepSpeed-Chat, LLaMA-Factory, ms-swift and axolotl need other versions of packages: run them with --only and
+--path.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _launcher(project: Project, *, is_ours: bool) -> list[str]:
         )
         return ["zlaunch", *own, "--compat", "deepspeed"]
     if project.starts == "torchrun":
-        return ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        return ["torch.distributed.run", "--standalone", "--nproc_per_node", str(project.beside_ranks)]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     with reserved_port() as port:
         return [

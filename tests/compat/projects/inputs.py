@@ -22,6 +22,23 @@ _STAGE_3: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
+_AXOLOTL: dict[str, Any] = {
+    "output_dir": "./out",
+    "special_tokens": {"pad_token": "<pad>"},
+    "sequence_len": 64,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 5,
+    "num_epochs": 1,
+    "optimizer": "adamw_torch",
+    "learning_rate": 0.001,
+    "lr_scheduler": "constant",
+    "logging_steps": 1,
+    "val_set_size": 0.0,
+    "seed": 42,
+    "use_cpu": True,
+    **dict.fromkeys(("bf16", "fp16", "tf32"), False),
+}
 
 
 def _words(row: int, count: int) -> str:
@@ -46,7 +63,8 @@ def _make_mnist(folder: Path) -> None:
 
 def make_inputs(folder: Path) -> None:
     """Fill a folder with models (``opt``, ``llama``, ``critic``), ``text``, ``mnist`` and configs
-    (``ds_*.json``).
+    (``ds_*.json``,
+    ``axolotl.json``).
     """
     import torch
     from tokenizers import ByteLevelBPETokenizer
@@ -89,6 +107,12 @@ def make_inputs(folder: Path) -> None:
     scheduler = {"scheduler": {"type": "WarmupLR", "params": _WARMUP}}
     (folder / "ds_auto.json").write_text(json.dumps({**_STAGE_3, **optimizer, **scheduler}))
     (folder / "ds_script.json").write_text(json.dumps(_STAGE_3))
+    (folder / "axolotl.json").write_text(json.dumps({**_AXOLOTL, **_axolotl_places(folder)}))
+
+
+def _axolotl_places(folder: Path) -> dict[str, Any]:
+    text = {"path": str(folder / "text/train.json"), "ds_type": "json", "type": "completion", "field": "text"}
+    return {"base_model": str(folder / "llama"), "datasets": [text]}
 
 
 def make_chat(root: Path) -> None:

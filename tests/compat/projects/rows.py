@@ -17,6 +17,7 @@ SOURCES = {
     "pytorch-lightning": ("https://github.com/Lightning-AI/pytorch-lightning", "7f0c3436"),
     "LLaMA-Factory": ("https://github.com/hiyouga/LLaMA-Factory", "ff6d4d12"),
     "ms-swift": ("https://github.com/modelscope/ms-swift", "3602360a"),
+    "axolotl": ("https://github.com/axolotl-ai-cloud/axolotl", "067b021c"),
 }
 """Maps the folders of the clones to where they come from, and a commit that ran."""
 
@@ -37,6 +38,8 @@ class Project:
     """Names the launcher that the script is written for."""
     beside: str | None = ""
     """The command that runs beside ours, if it is another; None where nothing can run beside it here."""
+    beside_ranks: int = 2
+    """Counts the workers of what runs beside ours. One worker trains on the samples of both."""
     prints: str = ""
     """A regular expression with a group: the numbers to compare, on rank 0."""
     nearness: float = 0.0
@@ -349,6 +352,20 @@ PROJECTS = [
             "modelscope",
             "json-repair",
         ),
+    ),
+    Project(
+        name="axolotl, stage 3",
+        root="axolotl",
+        folder="src",
+        command="-m axolotl.cli.train {inputs}/axolotl.json --deepspeed=../deepspeed_configs/zero3.json",
+        starts="torchrun",
+        beside="-m axolotl.cli.train {inputs}/axolotl.json --micro_batch_size=4",
+        beside_ranks=1,
+        prints=_LOGGED_LOSS,
+        nearness=0.0011,
+        why="printed to four digits; without ZeRO, axolotl wants a GPU for each of two workers",
+        env={"AXOLOTL_DO_NOT_TRACK": "1"},
+        needs=("axolotl", "transformers<5.15", "trl<1.9", "datasets<4.9", "triton"),
     ),
     Project(
         name="accelerate, stage 3",
