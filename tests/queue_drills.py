@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.e2e.helpers import ROOT, alive
 from tests.limits import LIMIT_S, MATRIX_LIMIT_S, wait_until
 
@@ -213,6 +215,18 @@ def _signal(pid: int, signum: int) -> None:
         pass
 
 
+def _await_end(worker: int) -> None:
+    """Wait until a worker has ended. With the file that lets it end by itself, it might finish its job."""
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(has_ended, f"worker {worker} ends")
+
+
 _CODES = {"worker": 137, "agent": 137, "guard": 143, "launcher": 137, "everything": 137}
 """Victim -> exit code of the job that is not tried again."""
 
@@ -239,6 +253,7 @@ def _act(scene: _Scene) -> tuple[int, int]:
         scene.signal_daemon(signal.SIGSTOP if "frozen" in victim else signal.SIGKILL)
     if "SIGTERM" in victim:
         _signal(pids["launcher"], signal.SIGTERM)
+        _await_end(pids["worker"])
         return 143, 1
     named = [name for name in pids if name in victim or victim == "everything"]
     for name in named:
@@ -246,6 +261,7 @@ def _act(scene: _Scene) -> tuple[int, int]:
     if "frozen" in victim:
         time.sleep(scene.drill.delay_s)
         scene.signal_daemon(signal.SIGCONT)
+    _await_end(pids["worker"])
     if job.retries:
         return 0, 2
     return 137 if "launcher" in named else _CODES[named[0]], 1
