@@ -35,6 +35,8 @@ class OptimizerSpec:
     """Whether a fused kernel steps it, which ``state_dtype`` and stochastic master weights need."""
     states: tuple[str, ...] = ()
     """Names of the tensors that it stores for each element, with the arguments in ``estimated``."""
+    parameter_states: tuple[str, ...] = ()
+    """Names of the tensors that it stores for a parameter, each of another shape than the parameter's."""
     arguments: str = ""
     """Dotted path of the model that checks its arguments; without one, the class gets them unchecked."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -94,8 +96,10 @@ SPECS = (
     ),
     OptimizerSpec(
         name="Adafactor",
-        classes=("torch.optim.Adafactor",),
+        classes=("torch.optim.Adafactor", "transformers.optimization.Adafactor"),
         needs="parameter",
+        step="zlaunch.runtime.optim.adafactor.AdafactorStep",
+        parameter_states=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
         defaults=_PLAIN,
     ),
     OptimizerSpec(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from ...cuda_ops.narrow_state import is_narrow, is_scale, keep_or_make, kind_of, put
 from ..device import stream_mark
+from ..optim.registry import parameter_states
 from ..optim.slices import ShardSlice
-from ..optim.update_rule import State, is_elementwise
+from ..optim.update_rule import PARAMETER_STATE, State, is_elementwise
 from ..zero.hooks import ShardedModel
 from ..zero.layout import Range
 from ..zero.policy import is_shardable
@@ -54,6 +56,9 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
     for key, value in entries.items():
         # Narrow state is saved wide, so its scales need no place in the file.
         if is_scale(entries, key):
+            continue
+        if key == PARAMETER_STATE:
+            scalars |= {name: (NAMES[shared.dtype], shared.tolist()) for name, shared in value.items()}
             continue
         if part.leaf is not None and is_elementwise(value, part.leaf):
             wide = is_narrow(entries, key) or value.dtype == _wide(part.leaf.dtype)
@@ -129,7 +134,8 @@ def blocks_of(
     unit: Unit, prefix: str, slices: Sequence[Described], state: State, low: int, high: int
 ) -> list[ShardBlock]:
     """List the blocks that a rank writes of a unit: the elements ``low`` to ``high`` of its flat buffer,
-    which it has. What is on disk makes one block for each tile.
+    which it has. What is on disk makes one block for each tile; what is in memory, one for each run of slices
+    with the same kinds of state.
     """
     store = unit.store
     if store is None:
@@ -144,7 +150,9 @@ def blocks_of(
             lambda: _read_frozen(unit, low, high),
         )
         return [frozen]
-    ranges = [(low - unit.start, high - unit.start)] if store.master is not None else store.tiles
+    ranges: Sequence[Range] = store.tiles
+    if store.master is not None:
+        ranges = _runs(slices, low - unit.start, high - unit.start)
     found = []
     for number, (start, stop) in enumerate(ranges):
         own = [each for each in slices if each[0].start < stop and each[0].stop > start]
@@ -162,6 +170,21 @@ def blocks_of(
             )
         )
     return found
+
+
+def _runs(slices: Sequence[Described], start: int, stop: int) -> list[Range]:
+    """Divide a range of a shard where slices begin whose state has other tensors."""
+    # Each kind is a tensor over its whole block: of one block, Adafactor's state of vectors would fill the
+    # matrices between them with zeros.
+    ends = [start]
+    kinds = None
+    for part, what in slices:
+        if part.start >= stop or part.stop <= start:
+            continue
+        if kinds not in (None, what.tensors):
+            ends.append(part.start)
+        kinds = what.tensors
+    return list(pairwise([*ends, stop]))
 
 
 def _kinds(slices: Sequence[Described], dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -243,12 +266,18 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
     store = unit.store
     state = optimizer.state
     assert store is not None
-    for part, what in slices:
+    names = parameter_states(optimizer)
+    shared = [_take_shared(part, what, fill, names) for part, what in slices]
+    slices = [(part, _without(what, names)) for part, what in slices]
+    for (part, what), whole in zip(slices, shared, strict=True):
         group = optimizer.param_groups[part.group]
         on_device = bool(group.get("fused") or group.get("capturable"))
         kind = group.get("state_dtype") or "fp32"
         # All entries exist before any is filled: tensors_in() below finds a slice's tensors by them.
         _take_entries(part, what, state, store.state_room, on_device, kind)
+        if whole:
+            own = part.scalars if part.leaf is None else state.setdefault(part.leaf, {})
+            own[PARAMETER_STATE] = whole
     if not any(what.tensors for _, what in slices):
         return
     with open_all(store, Access.WRITE) as tiles:
@@ -261,6 +290,30 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
                         _fill_on(found[key].view(-1), unit.start + part.start, key, fill)
                         if is_narrow(own, key):
                             put(own, key, found[key], kind_of(own, key))
+
+
+def _take_shared(part: ShardSlice, what: Description, fill: Fill, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return those tensors of a description that a step keeps for whole parameters, by name."""
+    found = {key: _scalar(name, value, None) for key, (name, value) in what.scalars if key in names}
+    unit = part.unit
+    for key, name in what.tensors:
+        if key in names:
+            # Where a step had whole tensors, a sum for each row of one column was like state of each element.
+            index = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)[0][0]
+            slot = unit.layout.slots[index]
+            dtype = _wide(unit.dtype) if name == AS_MASTER else DTYPES[name]
+            whole = torch.zeros(slot.numel, dtype=dtype)
+            fill(whole, slot.offset, key)
+            found[key] = whole.view(unit.shapes[index])
+    return found
+
+
+def _without(what: Description, names: Sequence[str]) -> Description:
+    """Return a description without some names."""
+    return Description(
+        tuple(each for each in what.tensors if each[0] not in names),
+        tuple(each for each in what.scalars if each[0] not in names),
+    )
 
 
 def _take_entries(

@@ -450,8 +450,9 @@ class Config(Section):
     zero_allow_untested_optimizer: Bool = ok(False)
     """Allow an optimizer that zlaunch does not know to be element-wise on flat shards. Without it, such an
     optimizer works only at stage 0 or on one rank."""
-    zero_force_ds_cpu_optimizer: Bool = always(True, "zlaunch rejects every optimizer that it cannot offload")
-    """Reject other optimizers with CPU offload."""
+    zero_force_ds_cpu_optimizer: Bool = ok(True)
+    """Let accelerate and the Trainer replace your optimizer by Adam with offload_optimizer. With false they
+    keep it. zlaunch itself replaces none."""
     sequence_parallel_size: Count = ok(1)
     """Size of the sequence-parallel group, which splits each sequence, and the heads inside attention."""
     data_parallel_size: Count | None = ok(None)

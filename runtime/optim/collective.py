@@ -207,8 +207,8 @@ class CollectiveStep(StepMethod, ABC):
         return 2
 
     @staticmethod
-    def group_states(group: Mapping[str, Any]) -> int:
-        """Count the tensors that it keeps for each element of a param group."""
+    def group_states(group: Mapping[str, Any]) -> float:
+        """Count the tensors that it keeps for each element of a param group, in the mean."""
         return 2
 
     def takes(self, unit: Unit) -> bool:

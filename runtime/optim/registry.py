@@ -5,8 +5,9 @@ CONTRIBUTING.md says what else a new optimizer or schedule needs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,20 +124,19 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
 # Decides which object steps the units of an engine: for most optimizers none but the engine itself.
 
 
-@cache
-def _specs_by_class() -> dict[type[torch.optim.Optimizer], OptimizerSpec]:
-    found = {}
-    for spec in SPECS:
-        for path in spec.classes:
-            module, _, name = path.rpartition(".")
-            if module != "torch.optim" or hasattr(torch.optim, name):  # torch has Muon from 2.9 on
-                found[load_object(path)] = spec
-    return found
-
-
 def _spec_of_class(optimizer: torch.optim.Optimizer | None) -> OptimizerSpec | None:
     """Return the spec of an optimizer's class. A subclass, which may step in another way, has none."""
-    return _specs_by_class().get(type(optimizer)) if optimizer is not None else None
+    return None if optimizer is None else next(filter(partial(_is_of, type(optimizer)), SPECS), None)
+
+
+def _is_of(kind: type[torch.optim.Optimizer], spec: OptimizerSpec) -> bool:
+    """Tell whether a spec names a class."""
+    for path in spec.classes:
+        module, _, name = path.rpartition(".")
+        # A module of another package that is not imported yet has made no object.
+        if getattr(sys.modules.get(module), name, None) is kind:
+            return True
+    return False
 
 
 def steps_elements(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -152,6 +152,12 @@ def collective_step_of(optimizer: torch.optim.Optimizer | None) -> type[Collecti
         return None
     step: type[CollectiveStep] = load_object(spec.step)
     return step
+
+
+def parameter_states(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Name the tensors that the step of an optimizer's class keeps for whole parameters."""
+    spec = _spec_of_class(optimizer)
+    return () if spec is None else spec.parameter_states
 
 
 def keeps_whole_gradients(optimizer: torch.optim.Optimizer | None) -> bool:

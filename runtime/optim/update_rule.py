@@ -14,6 +14,11 @@ from ..log import warn
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
+PARAMETER_STATE = "parameter_state"
+"""Names the entry of a slice's state that has the tensors of its whole parameter, in a dict by name: one
+outside of it that happens to have as many elements as the slice would be taken for state of each element.
+"""
+
 
 class UpdateRule:
     """Applies a torch optimizer's rule, piece by piece.

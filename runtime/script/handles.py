@@ -18,7 +18,7 @@ from ..optim.one_bit import agree_on_phase
 from ..optim.registry import check_narrow, keeps_whole_gradients
 from ..optim.slices import groups_by_parameter
 from ..optim.step import ShardedOptimizer
-from ..optim.update_rule import is_elementwise
+from ..optim.update_rule import PARAMETER_STATE, is_elementwise
 from ..zero import placeholder
 from ..zero.hooks import ShardedModel
 from ..zero.placeholder import STATES
@@ -248,7 +248,10 @@ def whole_state(step: ShardedOptimizer) -> WholeState | None:
                 parameter = unit.parameters[index]
                 shape = unit.shapes[index]
                 own = found[parameter] = {}
-                for key, value in entries.items():
+                shared = entries.get(PARAMETER_STATE, {})
+                for key, value in (*entries.items(), *shared.items()):
+                    if key == PARAMETER_STATE:
+                        continue
                     if is_elementwise(value, leaf):
                         value = value.reshape(-1)[low - first : high - first].view(shape)
                     elif isinstance(value, Tensor):

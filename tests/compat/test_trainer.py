@@ -20,8 +20,15 @@ HERE = Path(__file__).parent
 SCENES = {
     1: ("resume", "precision", "whose_optimizer", "best"),
     2: (
-        *("resume", "generation", "inference", "adapters", "resizing", "evaluation_alone", "sharing"),
+        "resume",
+        "generation",
+        "inference",
+        "adapters",
+        "resizing",
+        "evaluation_alone",
+        "sharing",
         "sequences",
+        "adafactor",
     ),
 }
 

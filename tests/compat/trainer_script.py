@@ -125,6 +125,23 @@ def whose_optimizer() -> None:
     make("whose", config(2, optimizer=False), gradient_accumulation_steps=2, max_steps=2).train()
 
 
+def adafactor() -> None:
+    """The Trainer's Adafactor with offload has the curve that it has without."""
+    cpu = {"offload_optimizer": {"device": "cpu"}}
+    pairs: Any = (((0, {}), (2, cpu)), ((3, {}), (3, cpu)))
+    for pair in pairs:
+        curves = []
+        for stage, zero in pair:
+            given = config(stage, optimizer=False, **zero)
+            # Otherwise accelerate replaces it by Adam where it is offloaded.
+            given["zero_force_ds_cpu_optimizer"] = False
+            trainer = make("adafactor", given, optim="adafactor", learning_rate=1e-2, max_steps=6)
+            trainer.train()
+            assert type(getattr(trainer.optimizer, "optimizer", None)).__name__ == "Adafactor"
+            curves.append(losses(trainer))
+        assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-4, curves
+
+
 def sharing() -> None:
     """Two ranks that share each layer have the losses of two with samples of their own, and save the same."""
     curves = []

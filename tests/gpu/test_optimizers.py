@@ -13,6 +13,7 @@ from zlaunch.optim import Lamb
 pytestmark = pytest.mark.gpu
 
 KINDS: dict[str, dict[str, Any]] = {
+    "Adafactor": {"lr": 1e-2},
     "Lamb": {"lr": 3e-3},
     "Muon": {"lr": 2e-2, "adam_lr": 3e-3},
     "OneBitAdam": {"lr": 3e-3, "freeze_step": 8},

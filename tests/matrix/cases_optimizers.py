@@ -234,16 +234,12 @@ class Matrices(nn.Module):
         return x
 
 
-def _named(name: str) -> dict[int, str]:
-    return dict.fromkeys((1, 2, 3), name)
-
-
-@feature("optimizers", "Adafactor", refuses=_named("Adafactor"))
+@feature("optimizers", "Adafactor")
 def adafactor(side: Side) -> None:
     train(side, Stack(), optimizer=functools.partial(torch.optim.Adafactor, lr=1e-2))
 
 
-@feature("optimizers", "Adafactor_with_clipping_and_accumulation", refuses=_named("Adafactor"))
+@feature("optimizers", "Adafactor_with_clipping_and_accumulation")
 def adafactor_clipped(side: Side) -> None:
     make = functools.partial(torch.optim.Adafactor, lr=1e-2)
     train(side, Stack(), optimizer=make, client=True, clip=0.1, accumulation=2)

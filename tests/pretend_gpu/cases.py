@@ -52,6 +52,7 @@ NORM = "tolist in step._step_by_host < step.step"
 ORDER = "aten::_local_scalar_dense in step._step_by_host < step.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
 NORMS = "tolist in lamb.totals < lamb.run"
+ADAFACTOR_SUMS = ("tolist in adafactor.firsts < adafactor.run",)
 METRICS = "Event.synchronize in device.read < trackers.read"
 """At a step's end, for the numbers of the step before."""
 REPORT = "Event.synchronize in device.read < reporter.flush"
@@ -268,6 +269,16 @@ CASES = {
             for kind, stage, place, zero, params, waits in (
                 ("Lamb", 2, "alone", {}, {}, (NORMS,)),
                 ("Lamb", 3, "host both", HOST_BOTH, {}, (NORMS, ARRIVAL, _up("lamb.add < lamb.run"))),
+                ("Adafactor", 2, "alone", {}, {}, ADAFACTOR_SUMS),
+                (
+                    *("Adafactor", 3, "host both", HOST_BOTH, {}),
+                    (
+                        *ADAFACTOR_SUMS,
+                        ARRIVAL,
+                        _up("adafactor.all_reduce < adafactor.run"),
+                        _down("adafactor.all_reduce < adafactor.run"),
+                    ),
+                ),
                 ("Muon", 1, "alone", {}, {}, ()),
                 (
                     *("Muon", 3, "host both", HOST_BOTH, {}),

@@ -18,6 +18,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from ...optimizer_specs import SPECS
 from ..format.manifest import VALUE
 from ..format.tensor_file import NAMES, CheckpointError
 from .common import Foreign, ForeignCheckpoint, check_sums
@@ -261,6 +262,9 @@ def _groups(
     return groups, group_of
 
 
+_PARAMETER_STATES = {name for spec in SPECS for name in spec.parameter_states}
+
+
 def _describe(folder: Path, entry: _Entry, states: Mapping[str, _Entry], group: int) -> Foreign:
     """Describe a parameter; its values become fp32 or wider."""
     shape = tuple(entry.description.size)
@@ -275,6 +279,8 @@ def _describe(folder: Path, entry: _Entry, states: Mapping[str, _Entry], group: 
             contents[key] = (state.description.properties.dtype, _Chunked(folder, state))
         elif len(state.description.size) == 0:
             scalars[key] = [NAMES[state.description.properties.dtype], _read_tensor(folder, state).item()]
+        elif key in _PARAMETER_STATES:
+            scalars[key] = [NAMES[state.description.properties.dtype], _read_tensor(folder, state).tolist()]
         else:
             where = ".".join(map(str, state.path))
             raise CheckpointError(

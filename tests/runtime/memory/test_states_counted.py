@@ -19,7 +19,10 @@ from zlaunch.runtime.optim.registry import build_optimizer
 from zlaunch.runtime.zero import placeholder
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in ("AdamW", "Lion", "Adagrad", "SGD", "Lamb", "RMSprop", "OneBitAdam", "Muon")},
+    **{
+        kind: {}
+        for kind in ("AdamW", "Lion", "Adagrad", "SGD", "Lamb", "Adafactor", "RMSprop", "OneBitAdam", "Muon")
+    },
     "AdamW amsgrad": {"amsgrad": True},
     "SGD momentum": {"momentum": 0.9},
     "Lion int8": {"state_dtype": "int8"},

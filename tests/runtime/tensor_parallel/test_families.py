@@ -274,7 +274,7 @@ def _whole_optimizer() -> str:
 
 def test_an_optimizer_of_whole_tensors_is_refused() -> None:
     for said in run_workers(_whole_optimizer, 2):
-        assert "optimizer Adafactor needs whole tensors" in said
+        assert "optimizer Adafactor needs whole parameters" in said
 
 
 def _refused(family: str, tensor: int, changes: dict[str, Any], config: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ SETTLED_INSIDE = {
     "expert_parallel.autoep_size": "read through expert_size",
     "checkpoint.asynchronous": "read through is_asynchronous",
     "checkpoint.writer.decoupled": "read through is_asynchronous",
+    "zero_force_ds_cpu_optimizer": "read by accelerate, from the file",
 }
 """Keys that `runtime/config` itself has done with."""
 

@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "transformers" / "trainer_callback.py").write_text("class TrainerCallback:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    for name in _imported():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "zlaunch.compat.trainer_callback", raising=False)
     monkeypatch.setattr(report, "reported", report.Reported())
@@ -71,6 +71,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     os.close(read_end)
     os.close(write_end)
     sys.modules.pop("zlaunch.compat.trainer_callback", None)  # it has the other package's class
+    for name in _imported():  # later tests of this process import the real package
+        del sys.modules[name]
+
+
+def _imported() -> list[str]:
+    """List what is imported of transformers."""
+    return [name for name in sys.modules if name.partition(".")[0] == "transformers"]
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -147,8 +147,8 @@ def _refuse_groups_of_others(groups: Any) -> None:
     if found:
         raise ValueError(
             f"DeepSpeedCPUAdam got the param groups of another optimizer: they have {', '.join(found)}. With "
-            "offload_optimizer, accelerate replaces every optimizer by Adam. Name yours in the config's "
-            "'optimizer' section, use AdamW (--optim adamw_torch), or train without offload_optimizer"
+            "offload_optimizer, accelerate replaces every optimizer by Adam. To keep yours, set "
+            '"zero_force_ds_cpu_optimizer": false in the config'
         )
 
 
