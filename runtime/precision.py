@@ -313,7 +313,7 @@ def choose_precision(config: Config) -> Precision:
             scale=2.0**fp16.initial_scale_power if dynamic else float(fp16.loss_scale),
             dynamic=dynamic,
             window=int(fp16.loss_scale_window),
-            min_scale=float(fp16.min_loss_scale),
+            min_scale=float(fp16.min_loss_scale) or torch.finfo(torch.float32).tiny,
             hysteresis=int(fp16.hysteresis),
             consecutive_hysteresis=fp16.consecutive_hysteresis,
         )

@@ -85,6 +85,7 @@ class Checkpointer:
         self._link = link
         self._raw_config = without_secrets(effective.loaded.raw)
         self._stage = int(effective.config.zero_optimization.stage)
+        self._rounds_masters = not effective.config.zero_optimization.load_from_fp32_weights
         self._options = options or effective.config.checkpoint
         self._background = BackgroundSave(sharded.comm, link, is_needed=is_needed)
         self._half_loaded = ""
@@ -392,7 +393,13 @@ class Checkpointer:
             # between, check() then refuses to train or save a mixture of two states.
             self._half_loaded = "another rank failed"
             try:
-                restore_shards(checkpoint, self._sharded, step, keep=self._kept_entries(schedule))
+                restore_shards(
+                    checkpoint,
+                    self._sharded,
+                    step,
+                    keep=self._kept_entries(schedule),
+                    rounded=self._rounds_masters,
+                )
             except CheckpointError as error:
                 self._half_loaded = str(error)
                 raise

@@ -158,9 +158,11 @@ def load_units(
     units: Sequence[Unit],
     optimizer: torch.optim.Optimizer | None = None,
     slices: Sequence[tuple[ShardSlice, Description | None]] = (),
+    *,
+    rounded: bool = False,
 ) -> None:
     """Load this rank's values and, with an ``optimizer``, the state of its ``slices``, unit by unit as they
-    lie in the files. Raises CheckpointError, DiskError.
+    lie in the files. Raises CheckpointError, DiskError. ``rounded``: see :func:`take_values`.
     """
     # Values and state of a unit lie together in a file, so that each chunk of it is read once.
     by_unit: dict[int, list[Described]] = {}
@@ -170,7 +172,7 @@ def load_units(
     with torch.no_grad():
         for unit in units:
             fill = filler(checkpoint, unit)
-            take_values(unit, fill)
+            take_values(unit, fill, rounded=rounded)
             own = by_unit.get(id(unit), [])
             if optimizer is not None and own:
                 take_state(unit, own, fill, optimizer)
@@ -453,9 +455,11 @@ def restore_shards(
     step: ShardedOptimizer | None,
     *,
     keep: Sequence[str] = (),
+    rounded: bool = False,
 ) -> None:
     """Load the values and, with a ``step``, the optimizer's state, without the entries of parameter groups to
-    ``keep``. Collective. Raises CheckpointError on every rank; then some values are new and some are old.
+    ``keep``. ``rounded``: round the masters to the data type of training. Collective. Raises CheckpointError
+    on every rank; then some values are new and some are old.
     """
     comm = sharded.comm
     units = sharded.units
@@ -463,11 +467,11 @@ def restore_shards(
     def read() -> None:
         saved = checkpoint.manifest["optimizer"]
         if step is None or saved is None:
-            load_units(checkpoint, units)
+            load_units(checkpoint, units, rounded=rounded)
         else:
             step.take_hyperparameters()
             slices = step.split(described(checkpoint))
-            load_units(checkpoint, units, step.optimizer, slices)
+            load_units(checkpoint, units, step.optimizer, slices, rounded=rounded)
             restore_groups(step.optimizer, decoded(checkpoint, WHOLE, saved["groups"]), keep)
             step.show_hyperparameters()
         load_persistent(checkpoint, sharded)

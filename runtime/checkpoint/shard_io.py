@@ -237,9 +237,9 @@ Fill = Callable[[Tensor, int, str], None]
 """
 
 
-def take_values(unit: Unit, fill: Fill) -> None:
+def take_values(unit: Unit, fill: Fill, *, rounded: bool = False) -> None:
     """Load this rank's values of a unit: the masters, and what the parameters are read from. Raises
-    DiskError, CheckpointError.
+    DiskError, CheckpointError. ``rounded``: round the masters to the unit's dtype.
     """
     if unit.store is None:
         with unit.values.read() as values:
@@ -252,6 +252,8 @@ def take_values(unit: Unit, fill: Fill) -> None:
         with open_all(unit.store, Access.MASTER) as tiles:
             for _, tile, view in tiles:
                 _fill_on(view.master, unit.start + view.start, VALUE, fill)
+                if rounded:
+                    view.master.copy_(view.master.to(unit.dtype))
                 # See Note [New values] in zero/store.py. The host waits: the tile's memory is used again.
                 tile.publish(after).synchronize()
     unit.values.flush()

@@ -67,7 +67,7 @@ class AdamParams(Params):
     """Use the maximum of past second moments."""
     adam_w_mode: Bool = ok(True)
     """Decoupled weight decay, also for type Adam."""
-    torch_adam: Bool = always(False, "zlaunch has one implementation")
+    torch_adam: Bool | str = always(False, "zlaunch has one implementation")
     """Use torch's implementation."""
     fused: Bool | None = ok(None)
     """Use torch's fused implementation."""

@@ -57,8 +57,8 @@ class FP16(Section):
     """Overflows before the scale halves."""
     consecutive_hysteresis: Bool = ok(False)
     """Reset the hysteresis after every step without overflow."""
-    min_loss_scale: Positive = ok(1.0)
-    """Minimum dynamic loss scale."""
+    min_loss_scale: NonNegative = ok(1.0)
+    """Minimum dynamic loss scale; 0 is the smallest number of normal size in fp32."""
 
 
 class BF16(Section):

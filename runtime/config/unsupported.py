@@ -313,12 +313,6 @@ MISSING: dict[str, dict[str, Key]] = {
         "io_multiplier": _ignored(Count, 1, "Files per rank."),
     },
     "zero_optimization": {
-        "load_from_fp32_weights": _refused(
-            Bool,
-            True,
-            "Load the fp32 master weights from a checkpoint, not the 16-bit ones.",
-            feature="loading the 16-bit weights of a checkpoint",
-        ),
         "zenflow": _refused(_ZENFLOW, None, "ZenFlow; an object enables it.", feature="ZenFlow"),
         "cpu_offload_use_pin_memory": _ignored(Bool, None, "Deprecated name of pin_memory."),
         "stage3_use_all_reduce_for_fetch_params": _ignored(

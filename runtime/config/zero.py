@@ -171,6 +171,8 @@ class Zero(Section):
     """Stages 1 and 2: elements in one all-gather, at most 16 million (2 million on CPU ranks)."""
     overlap_comm: Bool | None = always(None, "reductions overlap with the backward pass", holds=True)
     """Reduce on a separate stream."""
+    load_from_fp32_weights: Bool = ok(True)
+    """Load the master weights of a checkpoint as they are; false rounds them to the data type of training."""
     elastic_checkpoint: Bool = always(False, "checkpoints load on any number of ranks", holds=True)
     """Allow loading on a different number of ranks."""
     offload_param: OffloadParam | None = ok(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from tests.runtime.workers import run_workers
         ("deepspeed.linear", "PEFT"),
         ("deepspeed.model_implementations.transformers", "vLLM"),
         ("deepspeed.runtime.pipe.p2p", "PipelineModule"),
-        ("deepspeed.runtime.state_dict_factory", "Megatron"),
         ("deepspeed.pipe.module", "PipelineModule"),
         ("deepspeed.moe.mappings", "experts"),
         ("deepspeed.utils.debug", "docs/migrating/deepspeed.md"),
@@ -54,8 +54,14 @@ def test_modules_that_are_not_here(deepspeed: Any, name: str, advice: str) -> No
 def test_names_that_are_not_here(deepspeed: Any) -> None:
     from deepspeed.elasticity import compute_elastic_config, elasticity_enabled
     from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+    from deepspeed.runtime.state_dict_factory import MegatronSDLoader
+    from deepspeed.runtime.utils import all_gather_dp_groups
+    from deepspeed.utils.zero_to_fp32 import parse_optim_states
 
     refused = [
+        (MegatronSDLoader, "Megatron"),
+        (all_gather_dp_groups, "safe_set_full_fp32_param"),
+        (parse_optim_states, "get_fp32_state_dict_from_zero_checkpoint"),
         (FlopsProfiler, "FlopCounterMode"),
         (get_model_profile, "FlopCounterMode"),
         (compute_elastic_config, "any number of ranks"),
@@ -78,6 +84,34 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
 
     assert Layer.own == 3 and issubclass(Layer, missing)
     assert elasticity_enabled({"elasticity": {"enabled": True}}) and not elasticity_enabled({})
+
+
+def test_helpers_that_projects_import(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.comm import mpi_discovery
+    from deepspeed.runtime import config_utils
+
+    pairs = config_utils.dict_raise_error_on_duplicate_keys
+    assert pairs([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="keys a more than once"):
+        pairs([("a", 1), ("b", 2), ("a", 3)])
+    weight = torch.ones(2, requires_grad=True)
+    detach_variable = deepspeed.checkpointing.detach_variable
+    first, second, third = detach_variable((weight * 2, weight.detach(), "text"), device="cpu")
+    assert (first.is_leaf, first.requires_grad, second.requires_grad, third) == (True, True, False, "text")
+    with pytest.raises(RuntimeError, match="takes a tuple, not list"):
+        detach_variable([weight])
+    # Another test of this process may have begun a process group, and then nothing is left to find out.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    places = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        # Set and removed, so that what the function sets is removed afterwards.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in places.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    mpi_discovery(12345, verbose=False)
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    assert found == ["1", "2", "127.0.0.1", "12345"]
 
 
 def test_groups_of_a_model_without_experts(deepspeed: Any) -> None:

@@ -45,6 +45,38 @@ def step(engine: Any, count: int = 1) -> None:
     train_engine(engine, batches(count, 12))
 
 
+def _masters(model: nn.Module) -> list[Tensor]:
+    found = [zlaunch.safe_get_full_fp32_param(parameter) for parameter in model.parameters()]
+    return [master for master in found if master is not None]
+
+
+def _rounded(folder: str) -> list[bool]:
+    """Master weights after a load, with load_from_fp32_weights false and true: rounded, and as saved."""
+    found = []
+    for stage, device in ((0, None), (1, None), (2, "cpu"), (3, None), (3, "nvme")):
+        for exact in (False, True):
+            zero: dict[str, Any] = {"load_from_fp32_weights": exact}
+            if device is not None:
+                zero["offload_optimizer"] = {"device": device, "nvme_path": folder}
+            model = net()
+            engine = engine_of(model, stage=stage, zero=zero, bf16={"enabled": True})
+            step(engine, 2)
+            engine.save_checkpoint(folder, tag="saved")
+            masters = _masters(model)
+            step(engine)
+            engine.load_checkpoint(folder, tag="saved")
+            wanted = [master if exact else master.bfloat16().float() for master in masters]
+            found.append(all(map(torch.equal, _masters(model), wanted)))
+            assert exact or not all(map(torch.equal, wanted, masters))
+            step(engine)
+            engine.destroy()
+    return found
+
+
+def test_masters_are_rounded_by_a_load_that_asks_for_the_weights_in_16_bits(tmp_path: Path) -> None:
+    assert run_workers(_rounded, 2, str(tmp_path)) == [[True] * 10] * 2
+
+
 def _spares(folder: str) -> list[str]:
     """Pruning and cleaning, among things that are somebody else's."""
     root = Path(folder)

@@ -251,18 +251,13 @@ def test_the_opposite_of_what_holds_is_said_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("source", "path"),
-    [
-        (
-            {"zero_optimization": {"load_from_fp32_weights": False}},
-            "zero_optimization.load_from_fp32_weights",
-        ),
-    ],
+    [({"zero_optimization": {"legacy_stage1": True}}, "zero_optimization.legacy_stage1")],
 )
 def test_what_would_change_results_is_refused(source: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(source)
     (line,) = caught.value.problems
-    assert line.startswith(f"<dict>: {path}: false asks for ") and "is not supported yet" in line
+    assert line.startswith(f"<dict>: {path}: true asks for ") and "is not supported yet" in line
 
 
 def test_granularity_threshold_is_used() -> None:

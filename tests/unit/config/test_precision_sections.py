@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zlaunch.runtime.config import ConfigError, load
+from zlaunch.runtime.errors import LossScaleFloorError
 from zlaunch.runtime.precision import Precision, choose_precision
 
 ON = {"enabled": True}
@@ -71,6 +72,14 @@ def test_amp(
     assert (found.dtype, found.autocast, found.check_finite) == (None, autocast, checks)
     assert (found.scaler.scale, found.scaler.dynamic) == (scale, dynamic)
     assert found.scaler.min_scale == section.get("min_loss_scale", 1.0)
+
+
+def test_a_minimum_of_0_is_one_that_can_be_divided_by() -> None:
+    scaler = chosen(fp16={**ON, "min_loss_scale": 0, "hysteresis": 1}).scaler
+    with pytest.raises(LossScaleFloorError):
+        for _ in range(1000):
+            scaler.note(overflow=True)
+    assert scaler.scale == torch.finfo(torch.float32).tiny
 
 
 def test_sections_that_are_off_choose_nothing() -> None:

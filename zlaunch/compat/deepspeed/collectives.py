@@ -153,6 +153,11 @@ def discover(port: int) -> None:
         return
 
 
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Set torch's variables from those of MPI, unless they are set."""
+    discover(distributed_port)
+
+
 # -- collectives ------------------------------------------------------------------------------------
 
 
@@ -351,6 +356,7 @@ __all__ = [
     "isend",
     "log_summary",
     "monitored_barrier",
+    "mpi_discovery",
     "new_group",
     "recv",
     "reduce",

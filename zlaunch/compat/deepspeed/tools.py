@@ -366,6 +366,21 @@ class CheckpointFunction:
         all_outputs += [result] if isinstance(result, torch.Tensor) else list(result)
 
 
+def detach_variable(inputs: Any, device: Any = None) -> tuple[Any, ...]:
+    """Return a tuple's tensors outside of the graph, on ``device`` where one is given; each requires a
+    gradient if it did before. Raises RuntimeError for what is no tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(f"detach_variable takes a tuple, not {type(inputs).__name__}")
+    found = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            moved = value if device is None else value.to(device)
+            value = moved.detach().requires_grad_(value.requires_grad)
+        found.append(value)
+    return tuple(found)
+
+
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Switch ``partition_activations``."""
     configure(None, partition_activations=partition_activation)
@@ -387,6 +402,7 @@ __all__ = [
     "CheckpointFunction",
     "checkpoint",
     "configure",
+    "detach_variable",
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",

@@ -10,6 +10,7 @@ from zlaunch.runtime.checkpoint.export.full_weights import (
 _INSTEAD = "checkpoints are safetensors files and a manifest: use get_fp32_state_dict_from_zero_checkpoint"
 get_model_state_file = _missing("utils.zero_to_fp32.get_model_state_file", _INSTEAD)
 get_optim_files = _missing("utils.zero_to_fp32.get_optim_files", _INSTEAD)
+parse_optim_states = _missing("utils.zero_to_fp32.parse_optim_states", _INSTEAD)
 get_model_state_files = _missing("utils.zero_to_fp32.get_model_state_files", _INSTEAD)
 
 
