@@ -4,6 +4,7 @@
     python -m tests.drills queue [--count 100] [--seed 1]                    # the queue, with its daemon
     python -m tests.drills detached [--count 100] [--seed 1]                 # runs without a terminal
     python -m tests.drills restarts [--count 100] [--seed 1]                 # again and again in one run
+    python -m tests.drills data [--count 100] [--seed 1]                     # samples, over kills and resumes
     python -m tests.drills cluster [--count 100] [--seed 1]                  # three nodes, by ssh and SLURM
     python -m tests.drills spares [--count 50] [--seed 1]                    # two nodes and a spare, by ssh
     python -m tests.drills launch [--count 1000] [--parallel 2]              # nothing is killed
@@ -222,7 +223,7 @@ def many(work: Callable[[int, int], str], seed: int, numbers: range, parallel: i
 def main() -> int:
     """Run the drills of the command line; exit code 1 if one has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    kinds = ("kill", "queue", "detached", "restarts", "launch", "cluster", "spares")
+    kinds = ("kill", "queue", "detached", "restarts", "data", "launch", "cluster", "spares")
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
@@ -238,10 +239,11 @@ def main() -> int:
         else:
             failed = drills.on_a_testbed(spare_drills.one, args.seed, numbers, slurm=False)
     else:
+        from tests.data_drills import data
         from tests.queue_drills import queued
         from tests.run_drills import detached, restarted
 
-        here = {"kill": local, "queue": queued, "detached": detached, "restarts": restarted}
+        here = {"kill": local, "queue": queued, "detached": detached, "restarts": restarted, "data": data}
         failed = many(here.get(args.kind, launched), args.seed, numbers, args.parallel)
     print(f"{len(numbers)} drills ({args.kind}) of seed {args.seed}, {len(failed)} failed")
     for text in failed:

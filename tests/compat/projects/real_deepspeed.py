@@ -1,4 +1,4 @@
-"""Answer for ``survey`` what DeepSpeed takes: ``real_deepspeed.py QUESTION < cases.json``, without zlaunch."""
+"""Answer for ``survey`` what DeepSpeed takes: ``real_deepspeed.py QUESTION < cases``. Imports no zlaunch."""
 
 from __future__ import annotations
 
