@@ -26,7 +26,7 @@ from .batch_watch import BatchWatch
 from .comm.collectives import Comm
 from .config import Config, Effective
 from .data import DataSource, EngineLoader, LoaderOptions, check_data, read_source
-from .errors import LossScaleFloorError, ParameterError
+from .errors import LossScaleFloorError, OptimizerError, ParameterError
 from .garbage import hold_back_collections
 from .log import warn
 from .missing_step import MissingStep
@@ -640,10 +640,17 @@ class Engine(nn.Module):
         return self._result.norm if self._result is not None else None
 
     def get_lr(self) -> list[float]:
-        """Return the current learning rate of each param group."""
+        """Return the current learning rate of each param group. Raises OptimizerError for an optimizer that
+        computes its own.
+        """
         self._resolve_last_step()
         optimizer = self.torch_optimizer
-        return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+        rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+        if None in rates:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} computes its own learning rate: its param groups have lr None"
+            )
+        return [float(rate) for rate in rates]
 
     def step_metrics(self) -> dict[str, float | Tensor]:
         """Return what is known of the last step: gradient norm, the mean of the losses of all ranks and

@@ -96,10 +96,11 @@ SPECS = (
     ),
     OptimizerSpec(
         name="Adafactor",
-        classes=("torch.optim.Adafactor", "transformers.optimization.Adafactor"),
+        classes=("torch.optim.Adafactor",),
         needs="parameter",
         step="zlaunch.runtime.optim.adafactor.AdafactorStep",
-        parameter_states=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
+        parameter_states=("row_var", "col_var"),
+        arguments="zlaunch.runtime.config.optimizers.AdafactorParams",
         defaults=_PLAIN,
     ),
     OptimizerSpec(
@@ -204,6 +205,15 @@ SPECS = (
         has_kernel=True,
         states=MOMENTS,
     ),
+    # The class of the same name in transformers, with another rule and other state.
+    OptimizerSpec(
+        name="Adafactor",
+        in_config="unknown",
+        classes=("transformers.optimization.Adafactor",),
+        needs="parameter",
+        step="zlaunch.runtime.optim.adafactor.AdafactorStep",
+        parameter_states=("exp_avg_sq_row", "exp_avg_sq_col"),
+    ),
     # Classes of other packages, known by name.
     OptimizerSpec(name="LARS", in_config="unknown", other_names=("Lars",), needs="parameter"),
     OptimizerSpec(name="Shampoo", in_config="unknown", needs="parameter"),
@@ -255,6 +265,11 @@ def can_read(name: str, saved: str) -> bool:
     """Return whether optimizer ``name`` can load the state of optimizer ``saved`` from a checkpoint."""
     spec = find_spec(name)
     return name == saved or (spec is not None and spec.name == name and saved in spec.reads)
+
+
+def foreign_states(own: tuple[str, ...]) -> set[str]:
+    """Return the names of ``parameter_states`` that no optimizer with ``own`` ones has."""
+    return {name for spec in SPECS for name in spec.parameter_states} - set(own)
 
 
 def listed(names: Iterable[str], word: str) -> str:

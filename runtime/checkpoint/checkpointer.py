@@ -485,7 +485,8 @@ class Checkpointer:
         keys = (_BASE_RATE,) if self._run.lr_scheduler is not None else (_BASE_RATE, "lr")
         found: dict[int, tuple[str, float]] = {}
         for index, group in enumerate(self._param_groups()):
-            key = next((key for key in keys if key in group), None)
+            # An optimizer that computes its own rate has None.
+            key = next((key for key in keys if group.get(key) is not None), None)
             if key is not None:
                 found[index] = (key, float(group[key]))
         return found

@@ -15,9 +15,10 @@ from ..comm.nodes import forget_errors
 from ..comm.shard_spec import full_shape, spec_of
 from ..errors import RankMismatchError
 from ..log import warn
+from ..optim.registry import parameter_states
 from ..optim.slices import ShardSlice
 from ..optim.step import ShardedOptimizer
-from ..optimizer_specs import can_read
+from ..optimizer_specs import can_read, foreign_states
 from ..zero.hooks import ShardedModel
 from ..zero.placeholder import UnitState
 from ..zero.unit import Unit
@@ -85,6 +86,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
             f"{checkpoint.folder}: has the state of {saved['class']}, but the optimizer is "
             f"{type(optimizer).__name__}: {advice}"
         )
+    _check_states(checkpoint, optimizer, advice)
     count = len(saved["groups"])
     if count and count != len(optimizer.param_groups):
         raise CheckpointError(
@@ -112,6 +114,20 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, un
                     f"{checkpoint.folder}: has {name} in parameter group {entry['group']}, but the optimizer "
                     f"has it in group {slot.group}: {advice}"
                 )
+
+
+def _check_states(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, advice: str) -> None:
+    """Raise CheckpointError for the state of another package's class of the same name."""
+    own = parameter_states(optimizer)
+    foreign = foreign_states(own) if own else set()
+    for name, described in checkpoint.parameters.items():
+        kept = {*described["state"]["tensors"], *described["state"]["scalars"]}
+        if other := sorted(kept & foreign):
+            kind = type(optimizer)
+            raise CheckpointError(
+                f"{checkpoint.folder}: has {other[0]} of {name}, which is not the state of "
+                f"{kind.__module__}.{kind.__name__}, but of another package's {kind.__name__}: {advice}"
+            )
 
 
 def source_name(checkpoint: Checkpoint, name: str) -> str:

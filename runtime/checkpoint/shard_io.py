@@ -23,7 +23,7 @@ from ..zero.policy import is_shardable
 from ..zero.store import Access, open_all, open_tiles
 from ..zero.unit import Unit
 from .format.manifest import VALUE
-from .format.tensor_file import DTYPES, NAMES, CheckpointError
+from .format.tensor_file import DTYPES, NAMES, CheckpointError, from_json, to_json
 
 AS_MASTER = "master"
 
@@ -58,14 +58,14 @@ def describe(part: ShardSlice, state: State, optimizer: str) -> Description:
         if is_scale(entries, key):
             continue
         if key == PARAMETER_STATE:
-            scalars |= {name: (NAMES[shared.dtype], shared.tolist()) for name, shared in value.items()}
+            scalars |= {name: (NAMES[shared.dtype], to_json(shared)) for name, shared in value.items()}
             continue
         if part.leaf is not None and is_elementwise(value, part.leaf):
             wide = is_narrow(entries, key) or value.dtype == _wide(part.leaf.dtype)
             # AS_MASTER instead of a dtype: a load creates the state in the dtype of its own masters.
             tensors[key] = AS_MASTER if wide else NAMES[value.dtype]
         elif isinstance(value, Tensor) and (value.numel() == 1 or _is_whole(part)):
-            scalars[key] = NAMES[value.dtype], value.tolist()  # nested lists keep its shape
+            scalars[key] = NAMES[value.dtype], to_json(value)
         elif value is None or isinstance(value, (bool, int, float, str)):
             scalars[key] = "", value
         else:
@@ -296,7 +296,7 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
 
 def _take_shared(part: ShardSlice, what: Description, fill: Fill, names: Sequence[str]) -> dict[str, Tensor]:
     """Return those tensors of a description that a step keeps for whole parameters, by name."""
-    found = {key: _scalar(name, value, None) for key, (name, value) in what.scalars if key in names}
+    found = {key: from_json(name, value) for key, (name, value) in what.scalars if key in names}
     unit = part.unit
     for key, name in what.tensors:
         if key in names:
@@ -334,21 +334,21 @@ def _take_entries(
                 f"the checkpoint has {len(keys)} values for each element ({', '.join(keys)}), and the "
                 f"optimizer's NVMe file has space for {room}"
             )
-        part.scalars = {key: _scalar(name, value, None) for key, (name, value) in what.scalars}
+        part.scalars = {key: from_json(name, value) for key, (name, value) in what.scalars}
         part.on_disk = keys
         return
     # What the checkpoint lacks must not stay: it would be state of other values.
     former = state.pop(part.leaf, {})
     if what == Description():
         return
-    wide = [key for key, (_, value) in what.scalars if isinstance(value, list) and len(value) > 1]
+    wide = [key for key, (_, value) in what.scalars if _is_wide(value)]
     if wide and not _is_whole(part):
         raise CheckpointError(
             f"the checkpoint has {wide[0]!r} for whole parameters, which flat shards cannot use: load it at "
             "stage 0 or on one rank, without offload_optimizer, or with load_optimizer_states=False"
         )
     device = part.leaf.device if on_device else None
-    own: dict[str, Any] = {key: _scalar(name, value, device) for key, (name, value) in what.scalars}
+    own: dict[str, Any] = {key: from_json(name, value, device) for key, (name, value) in what.scalars}
     for key, name in what.tensors:
         if kind != "fp32":
             own |= keep_or_make(former, part.leaf, key, kind)
@@ -360,6 +360,11 @@ def _take_entries(
             present = torch.zeros_like(part.leaf, dtype=dtype, requires_grad=False)
         own[key] = present
     state[part.leaf] = own
+
+
+def _is_wide(value: Any) -> bool:
+    """Tell whether an entry has several numbers; older checkpoints have them in a list."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and len(value) > 1)
 
 
 def _fill_on(target: Tensor, first: int, kind: str, fill: Fill) -> None:
@@ -376,7 +381,3 @@ def _fill_on(target: Tensor, first: int, kind: str, fill: Fill) -> None:
 
 
 _PIECE_NUMEL = 8 << 20
-
-
-def _scalar(dtype: str, value: Any, device: torch.device | None) -> Any:
-    return torch.tensor(value, dtype=DTYPES[dtype], device=device) if dtype else value

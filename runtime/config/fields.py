@@ -228,6 +228,15 @@ def _log_level(value: Any) -> str:
     return name
 
 
+def _epsilons(value: Any) -> list[float | None]:
+    given = list(value) if isinstance(value, (list, tuple)) else []
+    numbers = [0.0 if place == 0 and each is None else _finite(each) for place, each in enumerate(given)]
+    good = [number for number in numbers if number is not None and number >= 0]
+    if len(good) != 2 or len(given) != 2:
+        raise ValueError("two numbers of 0 or more, such as [null, 0.001]; the first may be null")
+    return [None if given[0] is None else good[0], good[1]]
+
+
 def _auto_int(value: Any) -> int | str:
     if value == "auto":
         return "auto"
@@ -249,6 +258,13 @@ Number = Annotated[float, BeforeValidator(_float()), _schema("number")]
 Positive = Annotated[float, BeforeValidator(_float(0, above=True)), _schema("number", 0, above=True)]
 NonNegative = Annotated[float, BeforeValidator(_float(0)), _schema("number", 0)]
 Fraction = Annotated[float, BeforeValidator(_float(0, 1)), _schema("number", 0, 1)]
+Epsilons = Annotated[
+    list[float | None],
+    BeforeValidator(_epsilons),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": ["number", "null"]}, "minItems": 2, "maxItems": 2},
+    ),
+]
 Betas = Annotated[
     list[float],
     BeforeValidator(_betas),

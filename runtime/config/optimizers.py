@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ..optimizer_specs import SPECS, load_object
-from .fields import Betas, Bool, Count, NonNegative, Number, Positive, Section, Size, always, ok
+from .fields import Betas, Bool, Count, Epsilons, NonNegative, Number, Positive, Section, Size, always, ok
 from .fields import Integer as LastIteration
 from .unsupported import with_missing
 
@@ -104,6 +104,26 @@ class SGDParams(Params):
     state_dtype: StateDtype = ok("fp32")
     """Data type of the momentum: fp32, bf16 (stochastic rounding) or int8 (quantized in blocks of 256)
     (zlaunch's own key)."""
+
+
+class AdafactorParams(Params):
+    """Arguments of Adafactor."""
+
+    lr: NonNegative = ok(1e-2)
+    """Learning rate; 1 / sqrt(step) where that is lower."""
+    beta2_decay: Number = ok(-0.8)
+    """Exponent of the step in the decay rate of second moments."""
+    eps: Epsilons = ok([None, 1e-3])
+    """Lower bounds of the roots of second moments (null: the distance from 1 to the next number of the data
+    type) and of a parameter's root mean square."""
+    d: NonNegative = ok(1.0)
+    """Root mean square that an update is limited to; at least 1."""
+    weight_decay: NonNegative = ok(0.0)
+    """Weight decay."""
+    foreach: Bool | None = ok(None)
+    """Use torch's foreach implementation."""
+    maximize: Bool = ok(False)
+    """Maximize the objective instead of minimizing it."""
 
 
 class LionParams(Params):

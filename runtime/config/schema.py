@@ -58,7 +58,7 @@ class FP16(Section):
     consecutive_hysteresis: Bool = ok(False)
     """Reset the hysteresis after every step without overflow."""
     min_loss_scale: NonNegative = ok(1.0)
-    """Minimum dynamic loss scale; 0 is the smallest number of normal size in fp32."""
+    """Minimum dynamic loss scale; 0 means 2^-126 (1.2e-38)."""
 
 
 class BF16(Section):

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ..comm.collectives import Comm
 from ..device import to_device
+from ..errors import OptimizerError
 from ..zero import placeholder
 from ..zero.store import OpenTile, TileView
 from ..zero.unit import Unit
 from .collective import CollectiveStep, ParameterPart, TileWork, each_tile, gradients, work_on
+from .slices import ShardSlice
 from .update_rule import PARAMETER_STATE, State, UpdateRule
 
 # -- lines ------------------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ class _Lines:
 
     @property
     def stop(self) -> int:
-        """Return the number after that of the last line."""
+        """Return the last line's number plus 1."""
         return self.first + -(-(self.skipped + self.numel) // self.columns)
 
     @property
@@ -186,7 +188,7 @@ class _Form(ABC):
 
     @abstractmethod
     def shape_of_columns(self, shape: torch.Size) -> torch.Size:
-        """Return the shape in which those of its columns are kept."""
+        """Return the shape in which the second moments of a parameter's columns are kept."""
 
     def momentum(self, group: Mapping[str, Any]) -> float | None:
         """Return the decay of the average of updates that is kept for each element; None without one."""
@@ -212,13 +214,18 @@ class _Form(ABC):
     def factored_inverse_root(
         self, rows: Tensor, means: Tensor, columns: Tensor, group: Mapping[str, Any]
     ) -> Tensor:
-        """Return 1 / sqrt of the second moments of lines, from those of their rows (lines, 1), the mean over
-        all rows of their matrix (lines or 1, 1), and its columns (lines or 1, columns).
+        """Return 1 / sqrt of the second moments of lines.
+
+        Args:
+            rows: Second moments of the lines' rows: (lines, 1).
+            means: Mean of the second moments of all rows of each line's matrix: (lines or 1, 1).
+            columns: Second moments of the columns of each line's matrix: (lines or 1, columns).
+            group: The param group.
         """
 
     @abstractmethod
-    def limit(self, group: Mapping[str, Any]) -> float:
-        """Return the root mean square above which an update is scaled down to it."""
+    def shrinkage(self, rms: float, group: Mapping[str, Any]) -> float:
+        """Return what an update with the root mean square ``rms`` is divided by, at least 1."""
 
     @abstractmethod
     def rates(self, step: float, rms: float, group: Mapping[str, Any]) -> _Rates:
@@ -257,8 +264,8 @@ class _TorchForm(_Form):
         eps = _eps_of_torch(group, rows.dtype)
         return ((rows / means.clamp(min=eps)) * columns).clamp_(min=eps * eps).rsqrt_()
 
-    def limit(self, group: Mapping[str, Any]) -> float:
-        return float(group["d"])
+    def shrinkage(self, rms: float, group: Mapping[str, Any]) -> float:
+        return max(1.0, rms / float(group["d"]))
 
     def rates(self, step: float, rms: float, group: Mapping[str, Any]) -> _Rates:
         lr = float(group["lr"])
@@ -307,8 +314,9 @@ class _TransformersForm(_Form):
         # The roots before the product, which would be 0 in fp32 where a row has had no gradient.
         return (rows / means).rsqrt_() * columns.rsqrt()
 
-    def limit(self, group: Mapping[str, Any]) -> float:
-        return float(group["clip_threshold"])
+    def shrinkage(self, rms: float, group: Mapping[str, Any]) -> float:
+        # A NaN has to reach all elements, as in transformers; max(1.0, nan) would be 1.0.
+        return rms if math.isnan(rms) else max(1.0, rms / float(group["clip_threshold"]))
 
     def rates(self, step: float, rms: float, group: Mapping[str, Any]) -> _Rates:
         if group["relative_step"]:
@@ -334,7 +342,7 @@ def _form_of(optimizer: torch.optim.Optimizer) -> _Form:
 _SQUARE = 0
 """Positions the sum of the squares of a parameter's values among its sums."""
 _ROWS = 1
-"""Positions the sums of its rows; those of its columns follow."""
+"""Positions the sums of its rows, which the sums of its columns follow."""
 
 
 class AdafactorStep(CollectiveStep):
@@ -358,6 +366,17 @@ class AdafactorStep(CollectiveStep):
         in_vectors = sum(shape.numel() for shape in shapes if len(shape) < 2)
         numel = sum(shape.numel() for shape in shapes)
         return (group.get("beta1") is not None) + in_vectors / max(1, numel)
+
+    def prepare(self, rule: UpdateRule, slices: Sequence[ShardSlice], used: Sequence[bool]) -> None:
+        """Raise OptimizerError where a group keeps more for each element than there is room for on NVMe."""
+        # By the groups and the units' stores, which are alike on all ranks.
+        rooms = [unit.store.state_room for unit in self.units if unit.store is not None]
+        room = min((room for room in rooms if room is not None), default=None)
+        if room is not None and self.state_count(rule.optimizer) > room:
+            raise OptimizerError(
+                f"Adafactor with beta1 keeps {self.state_count(rule.optimizer)} values for each element, and "
+                f"its file on NVMe has space for {room}: set beta1 before zlaunch.initialize"
+            )
 
     def run(self, rule: UpdateRule, parts: Sequence[ParameterPart], state: State) -> None:
         """Update all parts with a gradient. Collective."""
@@ -393,7 +412,7 @@ class AdafactorStep(CollectiveStep):
             # Computed again instead of kept: the updates of all parameters would take as much memory as the
             # gradients.
             change = _direction(form, each)
-            change.mul_(rates.rate / max(1.0, change_rms / form.limit(each.group)))
+            change.mul_(rates.rate / form.shrinkage(change_rms, each.group))
             momentum = form.momentum(each.group)
             if momentum is not None:
                 change = each.state["exp_avg"].mul_(momentum).add_(change, alpha=1 - momentum)

@@ -68,8 +68,10 @@ class ParameterPart:
             # Regions of a tile belong to names in sorted order. With other names, a region has the content of
             # another state.
             if part.on_disk != list(names):
-                for region in tile.state[: len(names)]:
-                    region[part.span(tile)].zero_()
+                former = {name: value.clone() for name, value in part.tensors_in(tile, state).items()}
+                for name, region in zip(names, tile.state, strict=False):
+                    kept = region[part.span(tile)]
+                    kept.copy_(former[name]) if name in former else kept.zero_()
                 part.on_disk = list(names)
         else:
             own = state.setdefault(part.leaf, {})

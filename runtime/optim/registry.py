@@ -102,6 +102,11 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: torch.optim
     """Build a learning-rate scheduler of ours or of torch by name. Raises ValueError as
     :func:`build_optimizer` does.
     """
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"scheduler.type: {kind} changes a learning rate, but {type(optimizer).__name__} computes its "
+            "own (lr None): remove the section, or give the optimizer a learning rate"
+        )
     differ = len({group["lr"] for group in optimizer.param_groups}) > 1
     for key in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"):
         if isinstance(params.get(key), (int, float)) and differ and read_environment().rank == 0:
@@ -132,9 +137,9 @@ def _spec_of_class(optimizer: torch.optim.Optimizer | None) -> OptimizerSpec | N
 def _is_of(kind: type[torch.optim.Optimizer], spec: OptimizerSpec) -> bool:
     """Tell whether a spec names a class."""
     for path in spec.classes:
-        module, _, name = path.rpartition(".")
+        parts = path.rpartition(".")
         # A module of another package that is not imported yet has made no object.
-        if getattr(sys.modules.get(module), name, None) is kind:
+        if getattr(sys.modules.get(parts[0]), parts[2], None) is kind:
             return True
     return False
 
@@ -330,8 +335,9 @@ def needs_whole_tensors(
         return True
     place = "offload_optimizer updates tiles" if whole else "this config gives it flat shards"
     if spec is not None and spec.needs == "parameter":
+        what = f"{name}, which is not {spec.classes[0]}," if spec.step else name
         raise OptimizerError(
-            f"optimizer {name} needs whole tensors, but {place}: {USE_ELEMENTWISE}, or stage 0 or one rank, "
+            f"optimizer {what} needs whole tensors, but {place}: {USE_ELEMENTWISE}, or stage 0 or one rank, "
             "without offload_optimizer and tensor, expert or pipeline parallelism"
         )
     if allowed:

@@ -248,8 +248,9 @@ def whole_state(step: ShardedOptimizer) -> WholeState | None:
                 parameter = unit.parameters[index]
                 shape = unit.shapes[index]
                 own = found[parameter] = {}
-                shared = entries.get(PARAMETER_STATE, {})
-                for key, value in (*entries.items(), *shared.items()):
+                for key, value in entries.get(PARAMETER_STATE, {}).items():
+                    own[key] = _in_dtype_of(parameter, key, value)
+                for key, value in entries.items():
                     if key == PARAMETER_STATE:
                         continue
                     if is_elementwise(value, leaf):

@@ -96,22 +96,23 @@ def test_helpers_that_projects_import(deepspeed: Any, monkeypatch: pytest.Monkey
         pairs([("a", 1), ("b", 2), ("a", 3)])
     weight = torch.ones(2, requires_grad=True)
     detach_variable = deepspeed.checkpointing.detach_variable
-    first, second, third = detach_variable((weight * 2, weight.detach(), "text"), device="cpu")
-    assert (first.is_leaf, first.requires_grad, second.requires_grad, third) == (True, True, False, "text")
+    found = detach_variable((weight * 2, weight.detach(), "text"), device="cpu")
+    assert found[0].is_leaf and found[0].requires_grad
+    assert not found[1].requires_grad and found[2] == "text"
     with pytest.raises(RuntimeError, match="takes a tuple, not list"):
         detach_variable([weight])
     # Another test of this process may have begun a process group, and then nothing is left to find out.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    places = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    given = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         # Set and removed, so that what the function sets is removed afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name, value in places.items():
+    for name, value in given.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     mpi_discovery(12345, verbose=False)
-    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
-    assert found == ["1", "2", "127.0.0.1", "12345"]
+    places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    assert places == ["1", "2", "127.0.0.1", "12345"]
 
 
 def test_groups_of_a_model_without_experts(deepspeed: Any) -> None:

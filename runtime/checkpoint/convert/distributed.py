@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...optimizer_specs import SPECS
 from ..format.manifest import VALUE
-from ..format.tensor_file import NAMES, CheckpointError
+from ..format.tensor_file import NAMES, CheckpointError, to_json
 from .common import Foreign, ForeignCheckpoint, check_sums
 
 _METADATA = ".metadata"
@@ -262,6 +262,8 @@ def _groups(
     return groups, group_of
 
 
+_OF_NO_ELEMENT = ("step", "RMS")
+"""Names 0-dim entries that are no state of each element, also of a parameter without dimensions."""
 _PARAMETER_STATES = {name for spec in SPECS for name in spec.parameter_states}
 
 
@@ -275,12 +277,12 @@ def _describe(folder: Path, entry: _Entry, states: Mapping[str, _Entry], group: 
     for key, state in states.items():
         if not state.is_tensor:
             scalars[key] = ["", _read_object(folder, state)]
-        elif tuple(state.description.size) == shape and key != "step":
+        elif tuple(state.description.size) == shape and key not in _OF_NO_ELEMENT:
             contents[key] = (state.description.properties.dtype, _Chunked(folder, state))
         elif len(state.description.size) == 0:
             scalars[key] = [NAMES[state.description.properties.dtype], _read_tensor(folder, state).item()]
         elif key in _PARAMETER_STATES:
-            scalars[key] = [NAMES[state.description.properties.dtype], _read_tensor(folder, state).tolist()]
+            scalars[key] = [NAMES[state.description.properties.dtype], to_json(_read_tensor(folder, state))]
         else:
             where = ".".join(map(str, state.path))
             raise CheckpointError(

@@ -20,7 +20,7 @@ from ...zero import placeholder
 from ...zero.hooks import ShardedModel
 from ..format.jsonable import decode
 from ..format.manifest import VALUE, WHOLE, Checkpoint
-from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, replacing
+from ..format.tensor_file import DTYPES, CheckpointError, bytes_of, from_json, replacing
 from ..shard_io import AS_MASTER
 
 # -- consolidate ------------------------------------------------------------------------------------
@@ -160,6 +160,9 @@ def export_distributed(
                 states.setdefault(name, {})[kind] = tensor
         model |= {alias: model[name] for alias, name in checkpoint.tied.items() if name in model}
         saved: dict[str, Any] = {"model": model}
+        for name, entry in checkpoint.parameters.items():
+            if name in model and entry["state"]["scalars"]:
+                states.setdefault(name, {})  # some have no tensor of their size
         if states:
             saved["optim"] = _optimizer(checkpoint, states)
         with warnings.catch_warnings():
@@ -207,6 +210,6 @@ def _optimizer(checkpoint: Checkpoint, states: dict[str, dict[str, Any]]) -> dic
     for name, own in states.items():
         described = checkpoint.parameters[name]
         for key, (dtype, value) in described["state"]["scalars"].items():
-            own[key] = torch.tensor(value, dtype=DTYPES[dtype]) if dtype else value
+            own[key] = from_json(dtype, value)
         groups[min(described["group"], len(groups) - 1)]["params"].append(name)
     return {"state": states, "param_groups": groups}

@@ -5,6 +5,7 @@ Part of the stand-alone script (``script.py``): needs torch alone.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -218,6 +219,24 @@ def _readers() -> ThreadPoolExecutor:
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a flat tensor on the CPU."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type, unused-ignore]
+
+
+def to_json(tensor: Tensor) -> Any:
+    """Return a small tensor as JSON: a number, or its shape with its elements in base64."""
+    if tensor.numel() == 1:
+        return tensor.tolist()  # nested lists keep its shape
+    content = memory_of(tensor.detach().cpu().contiguous().view(-1))
+    return {"shape": list(tensor.shape), "base64": base64.b64encode(content).decode()}
+
+
+def from_json(dtype: str, value: Any, device: torch.device | None = None) -> Any:
+    """Return what :func:`to_json` has made of a tensor, or the plain value of an entry without a dtype."""
+    if not dtype:
+        return value
+    if isinstance(value, Mapping):
+        content = bytearray(base64.b64decode(value["base64"]))
+        return torch.frombuffer(content, dtype=DTYPES[dtype]).view(value["shape"]).to(device)
+    return torch.tensor(value, dtype=DTYPES[dtype], device=device)
 
 
 def bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:

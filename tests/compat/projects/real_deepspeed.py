@@ -53,10 +53,10 @@ def find_name(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        above, _, last = name.rpartition(".")
-        if not above:
+        parts = name.rpartition(".")
+        if not parts[0]:
             raise
-        return getattr(find_name(above), last)
+        return getattr(find_name(parts[0]), parts[2])
 
 
 def has_name(name: str) -> bool:

@@ -43,12 +43,12 @@ _KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_siz
 
 @dataclass
 class Count:
-    """Counts cases that DeepSpeed takes, and those of them that zlaunch takes."""
+    """Counts the cases that DeepSpeed takes, and how many of them zlaunch takes."""
 
     taken: int = 0
     ours: int = 0
     apart: int = 0
-    """Counts those of the cases that DeepSpeed takes, but not as they are meant, or zlaunch not in use."""
+    """Counts configs with a key that DeepSpeed ignores, or names that are an error when used."""
     refused: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Maps why zlaunch does not take a case to the cases."""
 
@@ -90,7 +90,7 @@ def main(folder: Path, paths: tuple[str, ...], most: int) -> None:
 
 
 class _Real:
-    """Asks the real DeepSpeed, in a process of its own."""
+    """Asks the real DeepSpeed, in a separate process."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._path = os.pathsep.join(paths)

@@ -19,12 +19,17 @@ from tests.runtime.collective_step.models import (
     error,
     loss_of,
     make_engine,
+    odd,
     offloads,
     section,
     train,
     train_reference,
 )
 from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.checkpoint.convert.importer import read_foreign, write_foreign
+from zlaunch.runtime.checkpoint.export.consolidate import export_distributed
+from zlaunch.runtime.checkpoint.format.manifest import Checkpoint
+from zlaunch.runtime.checkpoint.format.tensor_file import CheckpointError
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 TOLERANCE = 1e-9
@@ -208,6 +213,110 @@ def test_rows_without_a_gradient_stay_finite() -> None:
     assert run_workers(_sparse, 2) == [[True] * 4] * 2
 
 
+def _other_package(folder: str) -> list[str]:
+    """Each of the two classes with a checkpoint of the other."""
+    join()
+    makers = [of_torch(), of_transformers(beta1=0.9)]
+    said = []
+    for tag, make in enumerate(makers):
+        engine = make_engine(make, section(1))
+        train(engine, data(FEW)[:2])
+        engine.save_checkpoint(folder, tag=str(tag))
+        engine.destroy()
+    for tag, make in enumerate(reversed(makers)):
+        engine = make_engine(make, section(2))
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(folder, tag=str(tag))
+        said.append(str(caught.value))
+        engine.load_checkpoint(folder, tag=str(tag), load_optimizer_states=False)
+        engine.destroy()
+    return said
+
+
+@needs_package("transformers")
+def test_one_class_does_not_take_the_state_of_the_other(tmp_path: Path) -> None:
+    for first, second in run_workers(_other_package, 2, str(tmp_path)):
+        assert "is not the state of transformers.optimization.Adafactor, but of another package's" in first
+        assert "is not the state of torch.optim.Adafactor, but" in second
+
+
+def _own_rate(folder: str) -> float:
+    """An optimizer without a rate in its groups."""
+    join()
+    make = of_transformers(lr=None, relative_step=True, scale_parameter=True)
+    engine = make_engine(make, section(3))
+    train(engine, data(FEW)[:4])
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make_engine(make, section(1))
+    engine.load_checkpoint(folder)
+    train(engine, data(FEW)[4:])
+    found = error(engine, train_reference(make, data(FEW)))
+    with pytest.raises(zlaunch.OptimizerError, match="computes its own learning rate"):
+        engine.get_lr()
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}
+    with pytest.raises(ValueError, match="but Adafactor computes its own"):
+        make_engine(make, section(1), scheduler=schedule)
+    engine.destroy()
+    return found
+
+
+@needs_package("transformers")
+def test_a_run_resumes_whose_optimizer_computes_its_rate(tmp_path: Path) -> None:
+    assert max(run_workers(_own_rate, 2, str(tmp_path))) <= TOLERANCE
+
+
+def _changed_momentum(folder: str) -> float:
+    """Momentum that ends on NVMe, where the state lies in one file."""
+    join()
+    make = of_transformers(beta1=0.9)
+    plain = odd()
+    theirs = make(plain)
+    engine = make_engine(make, section(2, **offloads(folder)["nvme"]))
+    for beta1 in (0.9, None):
+        for optimizer in (theirs, engine.optimizer):
+            optimizer.param_groups[0]["beta1"] = beta1
+        for tokens in data(FEW)[:3]:
+            theirs.zero_grad()
+            loss_of(plain, tokens).backward()
+            theirs.step()
+        train(engine, data(FEW)[:3])
+    found = error(engine, plain)
+    engine.destroy()
+    engine = make_engine(of_transformers(), section(2, **offloads(folder)["nvme"]))
+    engine.optimizer.param_groups[0]["beta1"] = 0.9
+    with pytest.raises(zlaunch.OptimizerError, match="set beta1 before"):
+        train(engine, data(FEW)[:1])
+    engine.destroy()
+    return found
+
+
+@needs_package("transformers")
+def test_momentum_that_ends_leaves_the_other_state_on_nvme(tmp_path: Path) -> None:
+    assert max(run_workers(_changed_momentum, 2, str(tmp_path))) <= TOLERANCE
+
+
+def _resume_imported(folder: str, kind: str) -> float:
+    join()
+    engine = make_engine(MAKERS[kind](), section(2, **offloads(folder)["nvme"]))
+    engine.load_checkpoint(f"{folder}/imported", tag="3")
+    train(engine, data(FEW)[FEW // 2 :])
+    found = error(engine, train_reference(MAKERS[kind](), data(FEW)))
+    engine.destroy()
+    return found
+
+
+@needs_package("transformers")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_state_goes_through_a_checkpoint_of_torch(kind: str, tmp_path: Path) -> None:
+    run_workers(_save, 1, str(tmp_path), kind)
+    export_distributed(Checkpoint(tmp_path / "saved" / "3"), tmp_path / "exported")
+    write_foreign(read_foreign(tmp_path / "exported"), tmp_path / "imported", "3")
+    # Exported weights are fp32.
+    assert max(run_workers(_resume_imported, 2, str(tmp_path), kind)) <= 1e-6
+
+
 class Thin(nn.Module):
     """Has matrices of one row and one column, whose sums look like state of each element."""
 
@@ -241,6 +350,31 @@ def _save_whole(folder: str) -> dict[str, Tensor]:
             engine.save_checkpoint(folder, tag="whole")
         _thin_step(engine, step)
     return dict(engine.module.state_dict())
+
+
+def _destroyed() -> None:
+    """Thin matrices under transformers' class, whose sums have as many elements as the matrix."""
+    join()
+    plain = _thin(of_transformers(), 0)
+    engine = _thin(of_transformers(), 0)
+    for each in (plain, engine):
+        _thin_step(each, 0)
+    optimizer = engine.optimizer
+    module = engine.module
+    engine.destroy()
+    x = torch.randn(6, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    optimizer.zero_grad()
+    module(x).square().mean().backward()
+    optimizer.step()
+    _thin_step(plain, 1)
+    for name, value in plain.module.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-12, atol=0)
+    plain.destroy()
+
+
+@needs_package("transformers")
+def test_thin_matrices_go_on_in_plain_torch() -> None:
+    run_workers(_destroyed, 1)
 
 
 def _load_whole(folder: str, wanted: dict[str, Tensor]) -> None:

@@ -552,6 +552,23 @@ def test_the_most_local_steps_are_deepspeeds_where_there_may_be_any(
     assert loaded.config.optimizer.params["local_step_clipper"] == wanted
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"eps": 1e-8}, "optimizer.params.eps: 1e-08 is not allowed, expected two numbers of 0 or more"),
+        ({"eps": [1e-3, None]}, "optimizer.params.eps"),
+        ({"eps": ["small", 1e-3]}, "optimizer.params.eps"),
+        ({"betas": [0.9, 0.999]}, "optimizer.params.betas"),
+        ({"relative_step": True}, "optimizer.params.relative_step"),
+    ],
+)
+def test_adafactor_has_arguments_of_its_own(params: dict[str, Any], said: str) -> None:
+    assert said in problems({"optimizer": {"type": "Adafactor", "params": params}})
+    good = {"lr": 0.1, "eps": [None, 0.5], "d": 2, "beta2_decay": -0.5}
+    loaded = load({"optimizer": {"type": "adafactor", "params": good}})
+    assert loaded.config.optimizer is not None and loaded.config.optimizer.params["eps"] == [None, 0.5]
+
+
 def test_what_always_holds_of_an_optimizer_is_told() -> None:
     params = {"cuda_aware": True, "comm_backend_name": "mpi", "state_dtype": "fp32"}
     loaded = load({"train_batch_size": 1, "optimizer": {"type": "OneBitAdam", "params": params}})

@@ -154,7 +154,7 @@ def discover(port: int) -> None:
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """Set torch's variables from those of MPI, unless they are set."""
+    """Set RANK, WORLD_SIZE and the like from MPI's variables, unless RANK is set."""
     discover(distributed_port)
 
 
