@@ -856,13 +856,14 @@ class Engine(nn.Module):
                 f"no_sync needs unsharded gradients, but stage {self.zero_optimization_stage()} shards them: "
                 "leave it out. gradient_accumulation_steps accumulates, too"
             )
+        outer = self._no_sync
         self._no_sync = True
         self._missing_step.trust()
         self._prepare_pass()
         try:
             yield
         finally:
-            self._no_sync = False
+            self._no_sync = outer
             self._prepare_pass()
 
     def _prepare_pass(self) -> None:

@@ -181,6 +181,8 @@ def _no_sync(stage: int) -> None:
         return
     data = batches(2, 4)
     with engine.no_sync():
+        with engine.no_sync():
+            pass
         engine.backward(loss_of(engine, data[0].chunk(2)[rank]))
     assert not engine.comm.moved.keys() & {"all_gather", "reduce_scatter", "all_reduce"}
     engine.backward(loss_of(engine, data[1].chunk(2)[rank]))
