@@ -8,6 +8,7 @@ import json
 import numbers
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -46,6 +47,10 @@ class SyntaxProblem(ValueError):
         self.where = f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
         self.message = message
         super().__init__(f"{self.where}: {message}")
+
+
+class BareKeyProblem(SyntaxProblem):
+    """A key without quotes, as Hjson allows."""
 
 
 def parse(text: str) -> tuple[Any, list[tuple[str, str]]]:
@@ -132,7 +137,8 @@ class _Reader:
         self.at += 1
         while (start := self.peek()) != "}":
             if start != '"':
-                raise self.problem('expected a key in double quotes or "}"')
+                kind = BareKeyProblem if start.isalpha() else SyntaxProblem
+                raise kind(self.text, self.at, 'expected a key in double quotes or "}"')
             place = self.at
             key = self.string()
             full = f"{path}.{key}" if path else key
@@ -284,8 +290,33 @@ def _from_base64(text: str) -> str | None:
 def _parse_json(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
     try:
         return parse(text)
+    except BareKeyProblem as error:
+        return _parse_hjson(text, path, error)
     except SyntaxProblem as error:
         _fail(path, str(error))
+
+
+def _parse_hjson(text: str, path: str, problem: SyntaxProblem) -> tuple[Any, list[tuple[str, str]]]:
+    """Read Hjson, which DeepSpeed takes. Only bare keys lead here: in a text whose keys have quotes, Hjson
+    would read a mistake as a string.
+    """
+    try:
+        import hjson
+    except ImportError:
+        _fail(path, f"{problem} (keys without quotes are Hjson, which needs `pip install hjson`)")
+    doubled: list[tuple[str, str]] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(key for key, _ in pairs)
+        doubled.extend((key, "key is given twice") for key, count in counts.items() if count > 1)
+        return dict(pairs)
+
+    try:
+        return hjson.loads(text, object_pairs_hook=object_of), doubled
+    except hjson.HjsonDecodeError as error:
+        _fail(path, f"{problem}; as Hjson: line {error.lineno}, column {error.colno}: {error.msg}")
+    except RecursionError:
+        _fail(path, f"nested more than {MAX_DEPTH} deep")
 
 
 class _YamlLoader(yaml.SafeLoader):

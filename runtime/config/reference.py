@@ -19,8 +19,8 @@ _SUPPORT = {
 _INTRO = """\
 # Config reference
 
-zlaunch reads DeepSpeed's config files: JSON with comments, YAML, a dict, or url-safe base64 JSON. Keys and
-defaults are DeepSpeed's. Every plain value can be `"auto"`.
+zlaunch reads DeepSpeed's config files: JSON with comments, Hjson, YAML, a dict, or url-safe base64 JSON. Keys
+and defaults are DeepSpeed's. Every plain value can be `"auto"`.
 
 Unknown keys:
 
