@@ -299,7 +299,27 @@ def modern(data: dict[str, Any]) -> tuple[dict[str, Any], Problems, Problems]:
     """
     data, problems = _modern_offload(data)
     data, more, notes = _modern_bf16(data)
-    return data, problems + more, notes
+    data, curves = _known_warmup(data)
+    return data, problems + more, notes + curves
+
+
+WARMUP_TYPES = ("log", "linear")
+
+
+def _known_warmup(data: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    """Replace a schedule's unknown ``warmup_type`` by the default, as DeepSpeed does."""
+    section = data.get("scheduler")
+    params = section.get("params") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(params, dict):
+        return data, []
+    kind = params.get("warmup_type")
+    if not isinstance(kind, str) or kind in (*WARMUP_TYPES, "auto"):
+        return data, []
+    note = (
+        "scheduler.params.warmup_type",
+        f'"{kind}" is taken as "log", as in DeepSpeed: the curves are {" and ".join(WARMUP_TYPES)}',
+    )
+    return {**data, "scheduler": {**section, "params": {**params, "warmup_type": WARMUP_TYPES[0]}}}, [note]
 
 
 def _modern_bf16(data: dict[str, Any]) -> tuple[dict[str, Any], Problems, Problems]:

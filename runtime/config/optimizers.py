@@ -316,7 +316,7 @@ class OneCycleParams(_Schedule):
     """Decay of the learning rate after the cycle."""
     cycle_first_step_size: Count = ok(2000)
     """Steps of the first half."""
-    cycle_second_step_size: Count | None = ok(None)
+    cycle_second_step_size: Size | None = ok(None)
     """Steps of the second half; null is the same as the first."""
     cycle_first_stair_count: Size = ok(0)
     """Staircase steps in the first half; 0 is continuous."""

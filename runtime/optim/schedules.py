@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from ..config.fields import WARMUP_TYPES
+from ..log import warn
+
 
 class Schedule(ABC):
     """Base class of the schedules: keep ``i`` and write the rates of :meth:`get_lr` to the groups."""
@@ -50,7 +53,10 @@ class Schedule(ABC):
 
     def _write(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # compiled steps and the script hold this tensor
+            else:
+                group["lr"] = rate
         self._last_lr = list(rates)
 
     def _per_group(self, value: float | Sequence[float] | None, name: str) -> list[float]:
@@ -100,17 +106,19 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._min = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size = lr_range_test_step_size
-        self._rate = lr_range_test_step_rate
-        self._staircase = lr_range_test_staircase
+        if lr_range_test_step_size <= 0:
+            raise ValueError(f"lr_range_test_step_size must be positive, got {lr_range_test_step_size!r}")
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = lr_range_test_step_size
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         self._begin()
 
     def get_lr(self) -> list[float]:
-        fraction = (self.last_batch_iteration + 1) / self._size
-        if self._staircase:
+        fraction = (self.last_batch_iteration + 1) / self.step_size
+        if self.staircase:
             fraction = math.floor(fraction)
-        return [low * (1 + self._rate * fraction) for low in self._min]
+        return [low * (1 + self.step_rate * fraction) for low in self.min_lr]
 
 
 class OneCycle(Schedule):
@@ -128,69 +136,87 @@ class OneCycle(Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._min = self._per_group(cycle_min_lr, "cycle_min_lr")
-        self._max = self._per_group(cycle_max_lr, "cycle_max_lr")
-        self._decay_lr_rate = decay_lr_rate
-        self._decay_step_size = decay_step_size
-        self._first = float(cycle_first_step_size)
-        self._second = self._first if cycle_second_step_size is None else float(cycle_second_step_size)
-        self._first_stairs = cycle_first_stair_count
-        self._second_stairs = (
+        first = float(cycle_first_step_size)
+        second = first if cycle_second_step_size is None else float(cycle_second_step_size)
+        if first <= 0:
+            raise ValueError(f"cycle_first_step_size must be positive, got {cycle_first_step_size!r}")
+        if second < 0:
+            raise ValueError(f"cycle_second_step_size must be 0 or more, got {cycle_second_step_size!r}")
+        self.first_step_size = first
+        self.second_step_size = second
+        self.total_size = first + second
+        self.step_ratio = first / self.total_size
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         )
-        self._total = self._first + self._second
-        self._ratio = self._first / (self._first + self._second)
-        self._momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
-        self._min_mom = cycle_min_mom
-        self._max_mom = cycle_max_mom
-        self._decay_mom_rate = decay_mom_rate
+        self.decay_step_size = decay_step_size
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self.decay_lr_rate = decay_lr_rate
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
+        self._min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self._max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
+        self.decay_mom_rate = decay_mom_rate
         self._begin()
+        if self.cycle_momentum and last_batch_iteration == -1:
+            self._write_momentum(self._min_moms)  # the first step's, as in DeepSpeed
 
     def _write(self, rates: Sequence[float]) -> None:
         super()._write(rates)
-        if self._momentum:
-            for group in self.optimizer.param_groups:
-                # DeepSpeed's formula sets the second beta to 0.99, whatever the optimizer was given.
-                group["betas"] = (self.get_mom(), 0.99)
-                if group.get("use_muon"):
-                    group["momentum"] = self.get_mom()
+        if self.cycle_momentum:
+            self._write_momentum(self._momentum())
+
+    def _write_momentum(self, values: Sequence[float]) -> None:
+        for group, momentum in zip(self.optimizer.param_groups, values, strict=True):
+            # DeepSpeed's formula sets the second beta to 0.99, whatever the optimizer was given.
+            group["betas"] = (momentum, 0.99)
+            if group.get("use_muon"):
+                group["momentum"] = momentum
 
     def _height(self) -> float:
         """Return the height in the cycle: 0 at the minimum rate, 1 at the maximum."""
         at = self.last_batch_iteration + 1
-        x = 1.0 + at / self._total - math.floor(1.0 + at / self._total)
-        rising = x <= self._ratio
-        stairs = self._first_stairs if rising else self._second_stairs
+        x = 1.0 + at / self.total_size - math.floor(1.0 + at / self.total_size)
+        rising = x <= self.step_ratio
+        stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs:
-            inside = at % self._total
-            position = (
-                inside * stairs / self._first if rising else (self._total - inside) * stairs / self._second
-            )
-            return math.floor(position) / stairs
-        return x / self._ratio if rising else (x - 1) / (self._ratio - 1)
+            inside = at % self.total_size
+            half = self.first_step_size
+            if not rising:
+                inside = self.total_size - inside
+                half = self.second_step_size
+            # Multiplied first: the quotient alone may round to just below a stair.
+            return math.floor(inside * stairs / half) / stairs
+        return x / self.step_ratio if rising else (x - 1) / (self.step_ratio - 1)
 
     def _decays(self) -> float:
         """Return the decay steps done; 0 during the cycle, or without decay."""
-        after = self.last_batch_iteration - self._total + 1
-        return after / self._decay_step_size if self._decay_step_size else 0.0
+        after = self.last_batch_iteration - self.total_size + 1
+        return after / self.decay_step_size if self.decay_step_size else 0.0
 
     def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < self._total:
+        if self.last_batch_iteration < self.total_size:
             height = self._height()
-            return [low + (high - low) * height for low, high in zip(self._min, self._max, strict=True)]
-        return [low / (1 + self._decay_lr_rate * self._decays()) for low in self._min]
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / (1 + self.decay_lr_rate * self._decays()) for low in self.min_lrs]
 
-    def get_mom(self) -> float:
-        """Return the first beta for ``i``."""
-        if self.last_batch_iteration < self._total:
-            return self._max_mom - (self._max_mom - self._min_mom) * self._height()
-        return self._max_mom * (1 + self._decay_mom_rate * self._decays())
+    def _momentum(self) -> list[float]:
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            pairs = zip(self._min_moms, self._max_moms, strict=True)
+            return [high - (high - low) * height for low, high in pairs]
+        return [high * (1 + self.decay_mom_rate * self._decays()) for high in self._max_moms]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas for ``i``, one pair per param group; None if the momentum does not move."""
+        return [(momentum, 0.99) for momentum in self._momentum()] if self.cycle_momentum else None
 
 
 class WarmupLR(Schedule):
@@ -206,10 +232,10 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._steps = _warmup_steps(warmup_num_steps)
-        self._type = _warmup_type(warmup_type)
-        self._min = self._per_group(warmup_min_lr, "warmup_min_lr")
-        self._max = self._per_group(warmup_max_lr, "warmup_max_lr")
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
         self._begin()
 
     def _after_warmup(self) -> float:
@@ -218,9 +244,10 @@ class WarmupLR(Schedule):
     def get_lr(self) -> list[float]:
         i = self.last_batch_iteration
         if i < 0:
-            return list(self._min)
-        gamma = _warmup(i, self._steps, self._type) if i < self._steps else self._after_warmup()
-        return [low + (high - low) * gamma for low, high in zip(self._min, self._max, strict=True)]
+            return list(self.min_lrs)
+        warming = i < self.warmup_num_steps
+        gamma = _warmup(i, self.warmup_num_steps, self.warmup_type) if warming else self._after_warmup()
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -236,13 +263,14 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = total_num_steps
+        self.total_num_steps = total_num_steps
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
     def _after_warmup(self) -> float:
-        return max(0.0, (self._total - self.last_batch_iteration) / max(1.0, self._total - self._steps))
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(Schedule):
@@ -261,11 +289,11 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self._total = total_num_steps
-        self._steps = _warmup_steps(warmup_num_steps)
-        self._type = _warmup_type(warmup_type)
-        self._warmup_min = warmup_min_ratio
-        self._cos_min = cos_min_ratio
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _warmup_type(warmup_type)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
         self._base = self._per_group(None, "lr")
         self._begin()
 
@@ -274,10 +302,12 @@ class WarmupCosineLR(Schedule):
         i = self.last_batch_iteration
         if i < 0:
             return 0.0
-        if i < self._steps:
-            return self._warmup_min + (1.0 - self._warmup_min) * _warmup(i, self._steps, self._type)
-        progress = min(1.0, (i - self._steps + 1) / max(1, self._total - self._steps))
-        return self._cos_min + (1.0 - self._cos_min) * (1.0 + math.cos(math.pi * progress)) / 2.0
+        if i < self.warmup_num_steps:
+            gamma = _warmup(i, self.warmup_num_steps, self.warmup_type)
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * gamma
+        after = i - self.warmup_num_steps + 1
+        progress = min(1.0, after / max(1, self.total_num_steps - self.warmup_num_steps))
+        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
@@ -296,9 +326,11 @@ def _warmup_steps(steps: int) -> int:
 
 
 def _warmup_type(kind: str) -> str:
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be log or linear, got {kind!r}")
-    return kind
+    """Return a curve's name: DeepSpeed takes one that it does not know as "log"."""
+    if kind in WARMUP_TYPES:
+        return kind
+    warn(f"warmup_type: {kind!r} is taken as 'log': the curves are {', '.join(WARMUP_TYPES)}")
+    return WARMUP_TYPES[0]
 
 
 SCHEDULES: dict[str, type[Schedule]] = {

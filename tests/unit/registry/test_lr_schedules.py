@@ -123,6 +123,8 @@ def test_one_cycle(
         return low / (1 + decay * ((i - total + 1) / size if size else 0))
 
     def momentum(i: int) -> float:
+        if i < 0:
+            return 0.8  # the first step's, as in DeepSpeed
         if i < total:
             return 0.9 - (0.9 - 0.8) * one_cycle_height(i, first, second)
         return 0.9 * (1 + decay_mom * ((i - total + 1) / size if size else 0))
@@ -257,9 +259,7 @@ def test_a_warmup_of_one_step_is_one_of_two(steps: int) -> None:
 
 
 @pytest.mark.parametrize("cls", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
-@pytest.mark.parametrize(
-    "bad", [{"warmup_num_steps": n} for n in (0, -3, 2.5, True, "9", None)] + [{"warmup_type": "cubic"}]
-)
+@pytest.mark.parametrize("bad", [{"warmup_num_steps": n} for n in (0, -3, 2.5, True, "9", None)])
 def test_bad_warmup_arguments_are_value_errors(cls: Any, bad: dict[str, Any]) -> None:
     needed = {} if cls is WarmupLR else {"total_num_steps": 10}
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -274,6 +274,8 @@ def test_bad_warmup_arguments_are_value_errors(cls: Any, bad: dict[str, Any]) ->
         (LRRangeTest, {"lr_range_test_min_lr": [0.1]}, "lr_range_test_min_lr"),
         (OneCycle, {"cycle_min_lr": [0.1], "cycle_max_lr": 0.2}, "cycle_min_lr"),
         (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": []}, "cycle_max_lr"),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": [0.8]}, "cycle_min_mom"),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_max_mom": [0.8]}, "cycle_max_mom"),
     ],
 )
 def test_lists_must_have_a_value_for_each_group(cls: Any, arguments: dict[str, Any], name: str) -> None:
@@ -311,3 +313,57 @@ def test_a_group_added_later_needs_a_rate_where_each_has_its_own() -> None:
     with pytest.raises(ValueError, match="warmup_max_lr has 1 values for 2 param groups"):
         schedule.step()
     assert schedule.last_batch_iteration == -1
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (LRRangeTest, {"lr_range_test_step_size": 0}),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_second_step_size": -1}),
+    ],
+)
+def test_sizes_that_divide_must_be_positive(cls: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{list(arguments)[-1]} must be"):
+        cls(optimizer(), **arguments)
+
+
+def test_a_cycle_may_end_at_its_highest_rate() -> None:
+    made = OneCycle(optimizer(), 0.0, 1.0, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert made.step_ratio == 1.0 and follow(made, 3) == [0.0, 0.25, 0.5, 0.75]
+
+
+def test_each_group_has_its_momentum() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    adam = torch.optim.Adam([{"params": [each]} for each in parameters])
+    made = OneCycle(
+        adam,
+        [0.1, 0.2],
+        [1.0, 2.0],
+        cycle_min_mom=[0.5, 0.6],
+        cycle_max_mom=[0.8, 0.9],
+        cycle_first_step_size=2,
+    )
+    # The first step takes the lowest, as in DeepSpeed.
+    assert [group["betas"] for group in adam.param_groups] == [(0.5, 0.99), (0.6, 0.99)]
+    assert made.get_mom() == [(0.8, 0.99), (0.9, 0.99)]
+    made.step()
+    assert [group["betas"][0] for group in adam.param_groups] == pytest.approx([0.65, 0.75])
+    made.step()
+    assert [group["betas"][0] for group in adam.param_groups] == pytest.approx([0.5, 0.6])
+    assert [group["lr"] for group in adam.param_groups] == pytest.approx([1.0, 2.0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_that_is_a_tensor_stays_that_tensor(shape: tuple[int, ...]) -> None:
+    rate = torch.full(shape, 0.1, dtype=torch.float64)
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    made = WarmupLR(sgd, warmup_num_steps=4, warmup_type="linear")
+    for wanted in (0.0, 0.025, 0.05):
+        made.step()
+        assert sgd.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(wanted)
+
+
+def test_an_unknown_curve_is_the_default_with_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    made = WarmupCosineLR(optimizer(), 10, warmup_num_steps=4, warmup_type="cubic")
+    assert made.warmup_type == "log" and "'cubic' is taken as 'log'" in "".join(capfd.readouterr())

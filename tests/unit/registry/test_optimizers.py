@@ -116,7 +116,6 @@ def test_torch_schedulers_by_name() -> None:
         ("math", {}, "math"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "cubic"),
         ("WarmupDecayLR", {}, "total_num_steps"),
         ("OneCycle", {}, "cycle_min_lr"),
         ("StepLR", {}, "step_size"),
