@@ -16,12 +16,13 @@ from tests.e2e.helpers import run
 
 GLOBAL_BATCH = 24
 """Counts the samples of a step: they divide into 1 to 4 ranks with 1 or 2 micro-batches."""
-KINDS = ("map", "stream", "loader", "sampler", "packed")
+KINDS = ("map", "stream", "huggingface", "loader", "sampler", "packed")
 _SCRIPT = """
     import json, os, signal, sys
     import torch, zlaunch
     from torch import nn
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+    from torch.utils import data
+    from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
     from zlaunch.data import TokenBatchSampler
 
     plan = json.loads(sys.argv[1])
@@ -30,8 +31,10 @@ _SCRIPT = """
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     micro = plan["global_batch"] // world // phase["accumulation"]
+    if plan["kind"] == "huggingface":
+        from datasets import Dataset
 
-    class Numbers(Dataset):
+    class Numbers(data.Dataset):
         def __len__(self):
             return plan["samples"]
         def __getitem__(self, index):
@@ -51,6 +54,9 @@ _SCRIPT = """
             return Numbers()
         if plan["kind"] == "stream":
             return Stream()
+        if plan["kind"] == "huggingface":
+            rows = Dataset.from_dict({"number": list(range(plan["samples"]))}).with_format("torch")
+            return rows.to_iterable_dataset(num_shards=plan["shards"]).shuffle(seed=3, buffer_size=10)
         if plan["kind"] == "loader":
             return DataLoader(Numbers(), batch_size=micro, shuffle=True, **workers)
         if plan["kind"] == "sampler":
@@ -79,6 +85,8 @@ _SCRIPT = """
     ids = []
     for epoch in range((state or {}).get("epoch", 0), plan["epochs"]):
         for batch in loader:
+            if plan["kind"] == "huggingface":
+                batch = batch["number"]
             x = torch.stack([(batch * factor).double().sin() for factor in (0.1, 1.0, 2.0)], 1)
             before = engine.global_steps
             loss = (engine(x) - 1).square().mean()
@@ -120,6 +128,8 @@ class _Drill:
     kind: str
     samples: int
     epochs: int
+    shards: int
+    """Counts the files that Hugging Face's stream reads."""
     workers: int
     stage: int
     save_every: int
@@ -154,6 +164,7 @@ def _drill(seed: int, number: int) -> _Drill:
         kind,
         samples,
         epochs,
+        dice.randint(1, 5),
         dice.choice((0, 0, 1, 2, 3)),
         dice.randint(0, 3),
         dice.randint(1, 3),
