@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
@@ -156,6 +157,14 @@ def is_configured() -> bool:
     return any(each.configured for each in _all_settings())
 
 
+def model_parallel_rank() -> int:
+    """Return this rank's place among the ranks that hold equal activations: 0 if :func:`configure` was not
+    given any.
+    """
+    mpu = _settings.place.mpu
+    return 0 if mpu is None else dist.get_rank(group_getter(mpu)())
+
+
 def set_num_layers(nlayers: int) -> None:
     """Set the default number of blocks of :func:`checkpoint_blocks`."""
     _settings.number = nlayers
@@ -202,7 +211,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return function(*again[:count], **dict(zip(names, again[count:], strict=True)))
 
     with _keep_elsewhere():
-        return _torch_checkpoint(run, *values, use_reentrant=False)
+        return _torch_checkpoint(run, *values, use_reentrant=False, context_fn=_contexts)
+
+
+recomputation: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Returns the context that a call which begins now is recomputed in. A tracker of random numbers that torch
+does not know, such as Megatron's, replaces it.
+"""
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a call: while it runs, and while it is recomputed."""
+    return nullcontext(), recomputation()
 
 
 non_reentrant_checkpoint = checkpoint

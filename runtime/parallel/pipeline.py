@@ -129,10 +129,10 @@ def divide(weights: Sequence[int], parts: int, how: str | Sequence[int]) -> list
         return bounds
     if how == "uniform":
         return [part * count // parts for part in range(parts + 1)]
-    return _balanced([max(1, weight) for weight in weights], parts)
+    return balanced([max(1, weight) for weight in weights], parts)
 
 
-def _balanced(weights: Sequence[int], parts: int) -> list[int]:
+def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Divide so that the heaviest part is as light as can be (the linear partition problem, by bisection)."""
     low = max(weights)
     high = sum(weights)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.compat.test_engine import GIVEN, _deepspeed
 from tests.runtime.models import batches, loss_of, net
-from tests.runtime.workers import run_workers
+from tests.runtime.workers import join, run_workers
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,19 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
 def test_helpers_that_projects_import(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.comm import mpi_discovery
     from deepspeed.runtime import config_utils
+    from deepspeed.runtime.utils import call_to_str, partition_balanced, partition_uniform, prefix_sum_inc
+    from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap
 
     pairs = config_utils.dict_raise_error_on_duplicate_keys
     assert pairs([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="keys a more than once"):
         pairs([("a", 1), ("b", 2), ("a", 3)])
+    assert call_to_str("f") == "f()" and call_to_str("f", 1, key="x") == "f(1, key='x')"
+    assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
+    assert partition_uniform(5, 3) == [0, 2, 4, 5] and partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert partition_balanced([1, 1, 1, 3], 2) == [0, 3, 4] == partition_balanced([0.1, 0.1, 0.1, 0.3], 2)
+    layer = LinearModuleForZeroStage3(2, 3, bias=False)
+    assert torch.equal(layer(torch.ones(1, 2)), zero3_linear_wrap(torch.ones(1, 2), layer.weight))
     weight = torch.ones(2, requires_grad=True)
     detach_variable = deepspeed.checkpointing.detach_variable
     found = detach_variable((weight * 2, weight.detach(), "text"), device="cpu")
@@ -113,6 +121,24 @@ def test_helpers_that_projects_import(deepspeed: Any, monkeypatch: pytest.Monkey
     mpi_discovery(12345, verbose=False)
     places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     assert places == ["1", "2", "127.0.0.1", "12345"]
+
+
+def _reduce_and_scatter() -> list[list[float]]:
+    _deepspeed()
+    from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+
+    rank = join()
+    tensors = [torch.arange(6.0).view(2, 3) * rank, torch.arange(3.0) * rank, torch.ones(1)]
+    before = [tensor.clone() for tensor in tensors]
+    shares = reduce_scatter_coalesced(tensors)
+    torch.testing.assert_close(tensors, before)
+    return [share.tolist() for share in shares]
+
+
+def test_tensors_are_reduced_and_scattered_in_one_collective() -> None:
+    first, second = run_workers(_reduce_and_scatter, 2)
+    assert first == [[0.0, 0.5, 1.0], [0.0, 0.5], [1.0]]
+    assert second == [[1.5, 2.0, 2.5], [1.0], []]
 
 
 def test_groups_of_a_model_without_experts(deepspeed: Any) -> None:
@@ -167,6 +193,10 @@ def test_sections_as_objects(deepspeed: Any) -> None:
     assert zero.offload_optimizer.device == "cpu" and config.DeepSpeedZeroConfig().offload_param is None
     assert config.get_zero_config({"zero_optimization": {"stage": 1}}).stage == 1
     assert config.get_zero_config({}).stage is config.ZeroStageEnum.disabled
+    assert [config.DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (2, 3)] == [False, True]
+    assert config.DeepSpeedZeroConfig(overlap_comm=False, stage=3).overlap_comm is False
+    assert offload_config.DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline is True
+    assert other.pipeline is False
     whole = deepspeed.DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
     assert isinstance(whole.zero_config, config.DeepSpeedZeroConfig) and whole.zero_config.stage == 2
     with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"stage: 4 is not allowed"):
@@ -177,9 +207,37 @@ def test_sections_as_objects(deepspeed: Any) -> None:
         zero.nothing  # noqa: B018
 
 
+def test_sections_that_other_packages_define(deepspeed: Any) -> None:
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel, get_scalar_param
+    from pydantic import Field, ValidationError
+
+    class Inner(DeepSpeedConfigModel):
+        size: int = 1
+
+    # pydantic's type has values of JSON alone, but DeepSpeed keeps a function here.
+    replaced: Any = {"deprecated": True, "new_param": "inner.size", "new_param_fn": lambda x: x * 2}
+
+    class Outer(DeepSpeedConfigModel):
+        inner: Inner = Inner()
+        width: int = Field(3, alias="w")
+        old: int | None = Field(None, json_schema_extra=replaced)
+
+    assert (Outer().width, Outer(width=4).width, Outer(w=5).width, Outer(width="auto").width) == (3, 4, 5, 3)
+    assert Outer(old=4).inner.size == 8 and Outer().inner.size == 1
+    with pytest.raises(AssertionError, match=r"give old or inner\.size, not both"):
+        Outer(old=4, inner=Inner(size=1))
+    for wrong in ({"widht": 1}, {"width": "x"}, {"width": "auto", "strict": True}):
+        with pytest.raises(ValidationError):
+            Outer(**wrong)
+    assert get_scalar_param({"a": 1}, "a", 2) == 1 and get_scalar_param({}, "a", 2) == 2
+
+
 def test_precision_and_leaf_sections(deepspeed: Any) -> None:
     from deepspeed.runtime import precision_config
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.runtime.zero.leaf_module_config import (
+        DEFAULT_LEAF_MODULE_CLASSES,
+        DeepSpeedZeroLeafModuleConfig,
+    )
 
     fp16 = precision_config.get_float16_config({"fp16": {"enabled": True, "initial_scale_power": 8}})
     assert fp16.enabled and fp16.initial_dynamic_scale() == 256
@@ -191,7 +249,7 @@ def test_precision_and_leaf_sections(deepspeed: Any) -> None:
     assert precision_config.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
     assert precision_config.get_bfloat16_config({}).check_grad_overflow in (True, False)
     leaves = DeepSpeedZeroLeafModuleConfig(names=["experts"])
-    assert leaves.names == ["experts"]
+    assert leaves.names == ["experts"] and leaves.classes == DEFAULT_LEAF_MODULE_CLASSES
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="unknown key"):
         precision_config.DeepSpeedFP16Config(enable=True)
 

@@ -80,12 +80,14 @@ class Accelerator:
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         """Return the state of the device's generator."""
-        return torch.cuda.get_rng_state(device_index or 0) if self._cuda else torch.get_rng_state()
+        if not self._cuda:
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         """Set the state of the device's generator."""
         if self._cuda:
-            torch.cuda.set_rng_state(new_state, device_index or 0)
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(new_state)
 
@@ -134,7 +136,7 @@ class Accelerator:
     def total_memory(self, device_index: int | None = None) -> int:
         """Count the bytes of the device."""
         if self._cuda:
-            return int(torch.cuda.get_device_properties(device_index or 0).total_memory)
+            return int(torch.cuda.get_device_properties(device_index).total_memory)
         return psutil.virtual_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import (
     P2POp,
     ProcessGroup,
@@ -367,3 +368,29 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+
+@torch.no_grad()
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> list[Tensor]:
+    """Average tensors over the ranks of a group in one collective, and return this rank's shares, flat.
+
+    Of a tensor with ``n`` elements each rank gets ``ceil(n / ranks)``, the last ones fewer or none. The
+    tensors, which have one dtype, are left as they are.
+    """
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    sizes = [math.ceil(tensor.numel() / ranks) for tensor in tensors]
+    rows = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        padding = size * ranks - tensor.numel()
+        rows.append(nn.functional.pad(tensor.reshape(-1), (0, padding)).view(ranks, size))
+    sent = torch.cat(rows, 1).div_(ranks)
+    received = sent.new_empty(sum(sizes))
+    dist.reduce_scatter_tensor(received, sent.view(-1), group=group)
+    shares = []
+    begin = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        filled = min(size, max(0, tensor.numel() - rank * size))
+        shares.append(received.narrow(0, begin, filled))
+        begin += size
+    return shares

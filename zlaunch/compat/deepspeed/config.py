@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import reduce
 from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict
 
 from zlaunch.compat.deepspeed.engine import _PATHS, read
 from zlaunch.compat.deepspeed.missing import absent
@@ -242,6 +244,11 @@ class DeepSpeedZeroOffloadOptimizerConfig(_SectionView):
 
     _around = ("zero_optimization", "offload_optimizer")
 
+    @property
+    def pipeline(self) -> bool:
+        """Return whether state is read or written while others are stepped."""
+        return bool(self.pipeline_read or self.pipeline_write)
+
 
 class DeepSpeedZeroLeafModuleConfig(_SectionView):
     """``zero_optimization.leaf_module``."""
@@ -253,6 +260,12 @@ class DeepSpeedZeroConfig(_SectionView):
     """``zero_optimization``."""
 
     _around = ("zero_optimization",)
+
+    @property
+    def overlap_comm(self) -> bool:
+        """Return what the config says, and by default whether this is stage 3, as DeepSpeed does."""
+        said = self._section.overlap_comm
+        return bool(self._section.stage == 3 if said is None else said)
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -342,3 +355,58 @@ class DeepSpeedConfig:
         """Print every key, its value and where it comes from."""
         for path, value, source in self._effective.table():
             print(f"{name}.{path} = {value}  ({source})")
+
+
+# -- sections of other packages ---------------------------------------------------------------------
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Is the base class of sections that packages beside DeepSpeed define.
+
+    Unknown keys are an error, and "auto" is the default unless ``strict``. A field whose
+    ``json_schema_extra`` has ``deprecated`` warns when it is given. Its ``new_param``, dotted in sections
+    below, is set to ``new_param_fn(value)`` unless ``set_new_param`` is false.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        """Check the keys. Raises pydantic's ValidationError, and AssertionError where a deprecated key comes
+        with the one that replaces it.
+        """
+        given = data if strict else {key: value for key, value in data.items() if value != "auto"}
+        super().__init__(**given)
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if name in self.model_fields_set and isinstance(extra, dict) and extra.get("deprecated"):
+                self._replace_deprecated(name, extra)
+
+    def _replace_deprecated(self, name: str, extra: dict[str, Any]) -> None:
+        new = extra.get("new_param", "")
+        instead = f": use {new} instead" if new else ""
+        logger.warning(
+            "Config parameter %s is deprecated%s. %s", name, instead, extra.get("deprecated_msg", "")
+        )
+        if not new or not extra.get("set_new_param", True):
+            return
+        value = getattr(self, name)
+        convert = extra.get("new_param_fn")
+        delattr(self, name)
+        parts = new.split(".")
+        last = parts[-1]
+        section = reduce(getattr, parts[:-1], self)
+        assert last not in section.model_fields_set, f"give {name} or {new}, not both"
+        setattr(section, last, value if convert is None else convert(value))
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return a key of a config dict, or the default."""
+    return param_dict.get(param_name, param_default_value)

@@ -7,16 +7,19 @@ import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
+from numbers import Integral
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.tools import set_random_seed
 from zlaunch.runtime.activation.checkpointing import checkpoint
 from zlaunch.runtime.errors import ParameterError
+from zlaunch.runtime.parallel.pipeline import balanced
 
 # -- topology ---------------------------------------------------------------------------------------
 #
@@ -54,9 +57,30 @@ class ProcessTopology:
         """Return a rank's place, with the axes as attributes."""
         return list(self.mapping)[rank]
 
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """Return a rank's place as text, such as ``model_01``, without the axes ``omit_axes``."""
+        place = self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """Return the ranks at the given positions of some axes."""
+        wanted = filter_kwargs.items()
+        return [
+            rank
+            for place, rank in self.mapping.items()
+            if all(getattr(place, axis) == position for axis, position in wanted)
+        ]
+
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at a position of an axis."""
-        return [rank for place, rank in self.mapping.items() if getattr(place, axis) == idx]
+        return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the lists of ranks that differ in their positions on an axis alone."""
@@ -85,6 +109,186 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Holds this rank's process groups on the axes ``pipe``, ``data`` and ``model`` of a topology.
+
+    Making one is a collective call of all ranks. zlaunch's engines make their own groups: this is for scripts
+    that communicate themselves.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        """Make the groups. Without a topology, the prime factors of the number of ranks go to ``pipe`` and
+        ``data`` in turn. ``process_group`` is not used, as in DeepSpeed.
+
+        Raises ParameterError where the topology has another number of ranks than there are.
+        """
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        if topology is None:
+            factors = prime_factors(self.world_size)
+            topology = PipeDataParallelTopology(math.prod(factors[::2]), math.prod(factors[1::2]))
+        self._topo = topology
+        if not self._is_grid_valid():
+            raise ParameterError(
+                f"PipelineParallelGrid: the topology has {topology.world_size()} ranks, and the run "
+                f"{self.world_size}: make them equal"
+            )
+        self.data_parallel_size = max(topology.get_dim("data"), 1)
+        self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
+        self.model_parallel_size = max(topology.get_dim("model"), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        replicas = [topology.get_axis_list("data", index) for index in range(self.data_parallel_size)]
+        model_ranks, self.ds_model_proc_group = self._join(map(sorted, replicas))
+        self.ds_model_world_size = len(model_ranks)
+        self.ds_model_rank = model_ranks.index(self.global_rank)
+        self.dp_groups = topology.get_axis_comm_lists("data")
+        self.dp_group, self.dp_proc_group = self._join(self.dp_groups)
+        self.pipe_groups = topology.get_axis_comm_lists("pipe")
+        self.pp_group, self.pp_proc_group = self._join(self.pipe_groups)
+        self.model_groups = topology.get_axis_comm_lists("model")
+        alone = [[rank] for rank in range(self.world_size)]
+        self.slice_group, self.slice_proc_group = self._join(self.model_groups or alone)
+        next_stage: dict[int, int] = {}
+        for ranks in self.pipe_groups:
+            # The last stage is followed by the first.
+            next_stage.update(zip(ranks, ranks[1:] + ranks[:1], strict=True))
+        self.p2p_groups = [[rank, next_stage[rank]] for rank in range(self.world_size)]
+
+    def _join(self, groups: Iterable[list[int]]) -> tuple[list[int], Any]:
+        """Make the groups of all ranks, and return this rank's: its ranks, and the process group."""
+        mine: tuple[list[int], Any] = ([], None)
+        for ranks in groups:
+            group = dist.new_group(ranks)
+            if self.global_rank in ranks:
+                mine = (ranks, group)
+        return mine
+
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of a stage that otherwise has this rank's place, or the positions ``kwargs``."""
+        place = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)
+        return self._topo.get_rank(**place._asdict())
+
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Return this rank's stage."""
+        return int(self._topo.get_coord(self.global_rank).pipe)
+
+    def get_data_parallel_id(self) -> int:
+        """Return this rank's position on the axis ``data``."""
+        return int(self._topo.get_coord(self.global_rank).data)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks that have the same layers as this one."""
+        return self.dp_group
+
+    def get_pipe_parallel_rank(self) -> int:
+        """Return this rank's stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """Return the group of the stages of this rank's pipeline."""
+        return self.pp_proc_group
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's position on the axis ``data``."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the size of the axis ``data``."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the group of the ranks that have the same layers as this one."""
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        """Return this rank's place among the ranks that hold one replica of the model."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that hold one replica of the model."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> Any:
+        """Return the group of the ranks that hold this rank's replica of the model."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Return this rank's position on the axis ``model``."""
+        return int(getattr(self._topo.get_coord(self.global_rank), "model", 0))
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Return the number of ranks that share this rank's layers."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        """Return the group of the ranks that share this rank's layers."""
+        return self.slice_proc_group
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number, ascending. Raises ValueError for a number below 1."""
+    if number < 1:
+        raise ValueError(f"{number} has no prime factors: give a number from 1 on")
+    factors = []
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
+# -- parts ------------------------------------------------------------------------------------------
+#
+# ``deepspeed.runtime.utils``: divisions of items into parts, as the first item of each part and their number.
+
+
+def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
+    """Return the sums of the weights up to each, and with it."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Divide items into parts of equal size; the first have one more if they do not divide."""
+    size, longer = divmod(num_items, num_parts)
+    return [part * size + min(part, longer) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Divide items so that the heaviest part is as light as can be."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    if all(isinstance(weight, (int, Integral)) for weight in weights):
+        return balanced([int(weight) for weight in weights], num_parts)
+    unit = max(weights) / 2**40
+    return balanced([round(weight / unit) for weight in weights], num_parts)
 
 
 # -- pipe -------------------------------------------------------------------------------------------
@@ -224,6 +428,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         self.num_stages = _stages_of(num_stages, topology)
         self._topology = topology
+        self._grid: PipelineParallelGrid | None = None
         self.loss_fn = loss_fn
         self.dynamic_shape = dynamic_shape
         self.seed_layers = seed_layers
@@ -319,12 +524,19 @@ class PipelineModule(nn.Module):
         """Return the number of stages that was asked for, 1 for none."""
         return self.num_stages or 1
 
-    def mpu(self) -> Any:
-        """Refuse: the engine knows its place in the mesh."""
-        raise NotInZlaunch(
-            "PipelineModule.mpu() is not supported: use engine.data_parallel_rank, "
-            "engine.stage_id and deepspeed.utils.groups"
-        )
+    def mpu(self) -> PipelineParallelGrid:
+        """Return the process groups of the axes: the first call makes them, and is a collective one.
+
+        Raises NotInZlaunch where only the config says how many stages there are.
+        """
+        if self.num_stages is None:
+            raise NotInZlaunch(
+                "PipelineModule.mpu() needs PipelineModule(num_stages=...): or use "
+                "engine.data_parallel_rank, engine.stage_id and deepspeed.utils.groups"
+            )
+        if self._grid is None:
+            self._grid = PipelineParallelGrid(self.topology())
+        return self._grid
 
     def get_additional_losses(self) -> None:
         """Return None: there are none."""

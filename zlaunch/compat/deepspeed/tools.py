@@ -11,13 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.runtime.activation.checkpointing import (
     checkpoint,
     configure,
@@ -386,28 +385,33 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     configure(None, partition_activations=partition_activation)
 
 
-def get_cuda_rng_tracker() -> NoReturn:
-    """Refuse: it serves tensor parallelism."""
-    raise NotInZlaunch(
-        "get_cuda_rng_tracker belongs to Megatron's tensor parallelism, which is not supported"
-    )
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator: there is one model-parallel rank."""
-    torch.manual_seed(seed)
-
-
 __all__ = [
     "CheckpointFunction",
     "checkpoint",
     "configure",
     "detach_variable",
-    "get_cuda_rng_tracker",
     "is_configured",
-    "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
     "set_num_layers",
 ]
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text: ``base(1, key=2)``."""
+    given = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(given)})"
+
+
+# -- layers -----------------------------------------------------------------------------------------
+#
+# ``deepspeed.runtime.zero.linear``: torch's own layer will do, because the runtime gathers the weights of
+# every layer again for its backward pass.
+
+
+class LinearModuleForZeroStage3(nn.Linear):
+    """Is torch's linear layer."""
+
+
+zero3_linear_wrap = nn.functional.linear

@@ -3,7 +3,10 @@
 from collections import Counter as _Counter
 from typing import Any as _Any
 
+from zlaunch.compat.deepspeed.config import DeepSpeedConfigModel, get_scalar_param
 from zlaunch.compat.deepspeed.missing import absent as _absent
+
+get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, _Any]]) -> dict[str, _Any]:
@@ -14,4 +17,11 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, _Any]]) ->
     return dict(ordered_pairs)
 
 
+__all__ = [
+    "DeepSpeedConfigModel",
+    "dict_raise_error_on_duplicate_keys",
+    "get_dict_param",
+    "get_list_param",
+    "get_scalar_param",
+]
 __getattr__ = _absent("deepspeed.runtime.config_utils")
