@@ -28,6 +28,7 @@ from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
 from .compile import compile_blocks
 from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
+from .config.schema import ActivationCheckpointing
 from .data import EngineLoader
 from .engine import Engine
 from .environment import read_environment
@@ -185,7 +186,8 @@ def build_engine(
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     _tell_overridden(effective, comm, optimizer, client, lr_scheduler)
     compile_blocks(model, effective.config.compile, comm.mesh, warns=comm.rank == 0)
-    checkpointing.apply(model, loaded.config.activation_checkpointing, comm, loss_parts)
+    activations = _recomputed_layers(model, loaded.config, pipeline)
+    checkpointing.apply(model, activations, comm, loss_parts)
     if pipeline is not None:
         install_forwards(pipeline.sequence, pipeline.passes)
     whole_steps = pipeline is not None or "pipeline" in loaded.raw or kind.trains_whole_steps
@@ -255,7 +257,7 @@ def build_engine(
         None if step is None else step.optimizer,
         comm.device,
         loaded.raw,
-        checkpoints=effective.config.activation_checkpointing.enabled,
+        checkpoints=activations.enabled,
         model=model,
     )
 
@@ -327,6 +329,21 @@ def _tell_overridden(
     if comm.rank == 0:
         for warning in overridden:
             warn(warning)
+
+
+def _recomputed_layers(model: nn.Module, config: Config, pipeline: Any) -> ActivationCheckpointing:
+    """Return the section of what is recomputed, with ``pipeline.activation_checkpoint_interval``. DeepSpeed's
+    PipelineModule recomputes its layers itself.
+    """
+    section = config.activation_checkpointing
+    interval = config.pipeline.activation_checkpoint_interval
+    if not interval:
+        return section
+    set_interval: Any = getattr(model, "set_checkpoint_interval", None)
+    if callable(set_interval):
+        set_interval(interval)
+        return section
+    return section if pipeline is None else section.model_copy(update={"enabled": True})
 
 
 def _check_whole_steps(effective: Effective, whole_steps: bool) -> None:

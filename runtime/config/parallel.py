@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .fields import AutoInt, Bool, Count, Section, Whole, ok
+from .fields import AutoInt, Bool, Count, Section, Size, Whole, ok
 from .unsupported import with_missing
 from .zero import ShardGroupSize
 
@@ -73,6 +73,8 @@ class Pipeline(Section):
     possible, "interleaved" is 1f1b with several virtual stages on each rank (zlaunch's own key)."""
     virtual_stages: Count = ok(2)
     """With "interleaved": virtual stages on each rank (zlaunch's own key)."""
+    activation_checkpoint_interval: Size = ok(0)
+    """Above 0, the backward pass recomputes each layer, as with activation_checkpointing.enabled."""
     partition: Literal["best", "parameters", "uniform"] | list[Whole] = ok("best")
     """Assignment of layers to stages: "best" and "parameters" balance parameters, "uniform" balances
     layers. A list gives the first layer of each stage after the first."""

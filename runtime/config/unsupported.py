@@ -179,8 +179,6 @@ _EXPERT_LAYER: dict[str, Any] = {
 MISSING: dict[str, dict[str, Key]] = {
     "pipeline": {
         "seed_layers": _refused(Bool, False, "Seed each layer.", feature="a seed per layer"),
-        "activation_checkpoint_interval": _refused(Whole, 0, "Layers between saved activations.",
-            feature="checkpointing at intervals (use activation_checkpointing.enabled)"),
         "pipe_partitioned": _ignored(Bool, True, "Shard activations between stages."),
         "grad_partitioned": _ignored(Bool, True, "Shard gradients between stages."),
     },

@@ -187,6 +187,8 @@ def _train(kind: str, stages: int, options: dict[str, Any], section: dict[str, A
         config=config(world // stages, **changes),
     )
     assert isinstance(engine, deepspeed.PipelineEngine)
+    given = options | section
+    assert net.activation_checkpoint_interval == given.get("activation_checkpoint_interval", 0)
     assert (engine.num_stages, engine.stage_id) == (stages, torch.distributed.get_rank() // (world // stages))
     data_iter = iter(micro_batches(engine, data(kind)))
     before = engine.eval_batch(iter(micro_batches(engine, data(kind, 1)))).item()
@@ -202,7 +204,7 @@ CASES: list[tuple[str, int, int, dict[str, Any], dict[str, Any]]] = [
     ("net", 2, 2, {"partition_method": "uniform"}, {}),
     ("net", 4, 2, {"partition_method": "type:conv|linear"}, {}),
     ("tied", 2, 2, {"activation_checkpoint_interval": 1}, {}),
-    ("tied", 4, 4, {}, {"schedule": "gpipe"}),
+    ("tied", 4, 4, {}, {"schedule": "gpipe", "activation_checkpoint_interval": 1}),
     ("tied", 2, 2, {}, {"schedule": "interleaved"}),
     ("tied", 2, 1, {}, {}),
 ]

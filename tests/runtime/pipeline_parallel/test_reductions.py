@@ -89,3 +89,28 @@ def _frozen_stage() -> str:
 
 def test_a_stage_without_gradients_has_not_dropped_any() -> None:
     assert not any("zero_grad" in said for said in run_workers(_frozen_stage, 2))
+
+
+def _calls(interval: int) -> int:
+    """Return how often a layer of this rank is computed in a step of two micro-batches."""
+    join()
+    model = Network(layers=4)
+    given = config(parallel={"pipeline": 2}, pipeline={"activation_checkpoint_interval": interval})
+    engine: Any = zlaunch.initialize(model=model, config=given)[0]
+    calls = 0
+
+    def count(module: Any, inputs: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    for layer in model.layers[1:3]:
+        next(layer.children()).register_forward_pre_hook(count)
+    engine.train_batch(iter(micro_batches(2)), loss_fn)
+    before = calls  # the first step has found out the shapes
+    engine.train_batch(iter(micro_batches(2)), loss_fn)
+    return calls - before
+
+
+def test_an_interval_recomputes_each_layer() -> None:
+    assert run_workers(_calls, 2, 0) == [2, 2]
+    assert run_workers(_calls, 2, 1) == [4, 4]
