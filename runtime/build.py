@@ -332,8 +332,9 @@ def _tell_overridden(
 
 
 def _recomputed_layers(model: nn.Module, config: Config, pipeline: Any) -> ActivationCheckpointing:
-    """Return the section of what is recomputed, with ``pipeline.activation_checkpoint_interval``. DeepSpeed's
-    PipelineModule recomputes its layers itself.
+    """Return the section ``activation_checkpointing``, enabled if the pipeline's interval asks for it.
+
+    DeepSpeed's PipelineModule takes the interval, and recomputes its layers itself.
     """
     section = config.activation_checkpointing
     interval = config.pipeline.activation_checkpoint_interval

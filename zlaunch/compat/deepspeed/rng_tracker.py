@@ -95,14 +95,22 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
         get_accelerator().manual_seed(seed + _FIRST_SEED + model_parallel_rank())
 
 
-@contextmanager
-def _with_states(states: dict[str, Tensor]) -> Iterator[None]:
-    before = _tracker.get_states()
-    _tracker.set_states(states)
-    try:
-        yield
-    finally:
-        _tracker.set_states(before)
+class _Replay:
+    """Gives the tracker the states of now again, while a call is recomputed.
+
+    A class, not a generator: with ``retain_graph``, each backward pass enters it.
+    """
+
+    def __init__(self) -> None:
+        self._states = _tracker.get_states()
+        self._before: list[dict[str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_tracker.get_states())
+        _tracker.set_states(dict(self._states))
+
+    def __exit__(self, *error: object) -> None:
+        _tracker.set_states(self._before.pop())
 
 
-checkpointing.recomputation = lambda: _with_states(_tracker.get_states())
+checkpointing.recomputation = _Replay

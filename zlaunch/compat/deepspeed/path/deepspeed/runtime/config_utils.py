@@ -6,7 +6,8 @@ from typing import Any as _Any
 from zlaunch.compat.deepspeed.config import DeepSpeedConfigModel, get_scalar_param
 from zlaunch.compat.deepspeed.missing import absent as _absent
 
-get_list_param = get_dict_param = get_scalar_param
+get_list_param = get_scalar_param
+get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, _Any]]) -> dict[str, _Any]:
