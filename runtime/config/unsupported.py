@@ -178,7 +178,7 @@ _EXPERT_LAYER: dict[str, Any] = {
 
 MISSING: dict[str, dict[str, Key]] = {
     "pipeline": {
-        "seed_layers": _refused(Bool, False, "Seed each layer.", feature="a seed per layer"),
+        "seed_layers": _ignored(Bool, False, "Seed each layer: DeepSpeed reads PipelineModule's alone."),
         "pipe_partitioned": _ignored(Bool, True, "Shard activations between stages."),
         "grad_partitioned": _ignored(Bool, True, "Shard gradients between stages."),
     },

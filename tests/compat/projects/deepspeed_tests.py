@@ -23,8 +23,8 @@ import click
 
 ROOT = Path(__file__).resolve().parents[3]
 ALIAS = ROOT / "zlaunch" / "compat" / "deepspeed" / "path"
-# Seconds for a test, after which the tests end themselves. A rank's error that cannot be pickled, such as
-# that of pytest.raises, leaves their parent waiting: without an outcome for longer, it is killed.
+# Seconds for a test, after which the tests end themselves. If a rank's error cannot be pickled, as an error of
+# pytest.raises cannot, the tests wait for ever: without an outcome for longer, we kill them.
 TEST_LIMIT_S = 60
 STALL_S = 120
 MOST_PROCESSES = 20
@@ -104,7 +104,7 @@ def _run_file(file: Path, tests: Path, out: Path, settings: dict[str, str]) -> N
                 start_new_session=True,
             )
             _wait(ran, Path(f"{out}.jsonl"))
-            # Its ranks are in its session: those of a test that hangs outlive it.
+            # Ranks that hang outlive pytest, in its session.
             subprocess.run(["pkill", "-9", "-s", str(ran.pid)], check=False)
             ran.wait()
 

@@ -406,8 +406,8 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 # -- layers -----------------------------------------------------------------------------------------
 #
-# ``deepspeed.runtime.zero.linear``: torch's own layer will do, because the runtime gathers the weights of
-# every layer again for its backward pass.
+# ``deepspeed.runtime.zero.linear``. The runtime gathers every layer's weights again for its backward pass, so
+# torch's linear layer saves as much memory as DeepSpeed's.
 
 
 class LinearModuleForZeroStage3(nn.Linear):
