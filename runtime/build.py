@@ -186,7 +186,7 @@ def build_engine(
     client, groups = _choose_optimizer(optimizer, model_parameters, model, effective)
     _tell_overridden(effective, comm, optimizer, client, lr_scheduler)
     compile_blocks(model, effective.config.compile, comm.mesh, warns=comm.rank == 0)
-    activations = _recomputed_layers(model, loaded.config, pipeline)
+    activations = _recomputed_layers(model, loaded.config, pipeline, comm)
     checkpointing.apply(model, activations, comm, loss_parts)
     if pipeline is not None:
         install_forwards(pipeline.sequence, pipeline.passes)
@@ -331,7 +331,9 @@ def _tell_overridden(
             warn(warning)
 
 
-def _recomputed_layers(model: nn.Module, config: Config, pipeline: Any) -> ActivationCheckpointing:
+def _recomputed_layers(
+    model: nn.Module, config: Config, pipeline: Any, comm: Comm
+) -> ActivationCheckpointing:
     """Return the section ``activation_checkpointing``, enabled if the pipeline's interval asks for it.
 
     DeepSpeed's PipelineModule takes the interval, and recomputes its layers itself.
@@ -344,7 +346,14 @@ def _recomputed_layers(model: nn.Module, config: Config, pipeline: Any) -> Activ
     if callable(set_interval):
         set_interval(interval)
         return section
-    return section if pipeline is None else section.model_copy(update={"enabled": True})
+    if pipeline is None:
+        if comm.rank == 0:
+            warn(
+                "pipeline.activation_checkpoint_interval has no effect without pipeline stages: use "
+                "activation_checkpointing.enabled"
+            )
+        return section
+    return section.model_copy(update={"enabled": True})
 
 
 def _check_whole_steps(effective: Effective, whole_steps: bool) -> None:

@@ -19,7 +19,7 @@ _LAZY = {
     "init_distributed": ("zlaunch.runtime.comm.process_group", "init_distributed"),
     "add_config_arguments": ("zlaunch.runtime.api", "add_config_arguments"),
     "Engine": ("zlaunch.runtime.engine", "Engine"),
-    "checkpointing": ("zlaunch.runtime.activation.checkpointing", ""),
+    "checkpointing": ("zlaunch.checkpointing", ""),
     **{
         name: ("zlaunch.runtime.checkpoint.export.full_weights", name)
         for name in (
@@ -117,6 +117,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from zlaunch import checkpointing as checkpointing
     from zlaunch import data as data
     from zlaunch import optim as optim
     from zlaunch import sequence as sequence
@@ -134,7 +135,6 @@ if TYPE_CHECKING:
     from zlaunch.jobs import JobFailedError as JobFailedError
     from zlaunch.jobs import launch as launch
     from zlaunch.notebook import notebook as notebook
-    from zlaunch.runtime.activation import checkpointing as checkpointing
     from zlaunch.runtime.api import add_config_arguments as add_config_arguments
     from zlaunch.runtime.api import initialize as initialize
     from zlaunch.runtime.checkpoint.export.full_weights import (

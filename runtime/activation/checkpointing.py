@@ -158,9 +158,7 @@ def is_configured() -> bool:
 
 
 def model_parallel_rank() -> int:
-    """Return this rank's place among the ranks that hold equal activations: 0 if :func:`configure` was not
-    given any.
-    """
+    """Return this rank's tensor-parallel rank by the ``mpu_`` of :func:`configure`, 0 without one."""
     mpu = _settings.place.mpu
     return 0 if mpu is None else dist.get_rank(group_getter(mpu)())
 
@@ -197,6 +195,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if torch.compiler.is_compiling():
+        if recomputation.has_state():
+            return _uncompiled(function, *args, **kwargs)
         return _torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     # All by position: torch leaves tensors among keywords out of what it saves, and of the devices whose
     # random state it keeps. Parameters come back as themselves: ZeRO may have moved their values meanwhile.
@@ -214,15 +214,29 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _torch_checkpoint(run, *values, use_reentrant=False, context_fn=_contexts)
 
 
-recomputation: Callable[[], AbstractContextManager[None]] = nullcontext
-"""Returns the context that a call which begins now is recomputed in. A tracker of random numbers that torch
-does not know, such as Megatron's, replaces it.
-"""
+_uncompiled: Callable[..., Any] = torch.compiler.disable(checkpoint)  # type: ignore[no-untyped-call]
+
+
+class Recomputation:
+    """Restores no state besides torch's for a recomputed call. Megatron's random-number tracker replaces
+    :data:`recomputation`, to restore its own.
+    """
+
+    def has_state(self) -> bool:
+        """Return True if there is state, which torch.compile would not restore."""
+        return False
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context in which a call that begins now is recomputed, in each backward pass."""
+        return nullcontext()
+
+
+recomputation = Recomputation()
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a call: while it runs, and while it is recomputed."""
-    return nullcontext(), recomputation()
+    return nullcontext(), recomputation.context()
 
 
 non_reentrant_checkpoint = checkpoint

@@ -38,7 +38,7 @@ def check_given_groups(mpu: Any, mesh: MeshShape, rank: int) -> None:
             advice = (
                 f"zlaunch counts ranks on {', '.join(mesh.axes)}, the last one fastest"
                 if len(given) == len(own)
-                else f"set the size of the axis {axis} in the config to {len(given)}, or leave mpu out"
+                else f"set parallel.{axis} in the config to {len(given)}, or leave mpu out"
             )
             raise RankMismatchError(
                 f"mpu.{name}(): rank {rank} is in a group of ranks {given}, but the config puts it into one "

@@ -171,6 +171,15 @@ def _float(low: float | None = None, high: float = math.inf, above: bool = False
     return check
 
 
+def _per_group(value: Any) -> float | list[float]:
+    """Validate a number for all param groups, or a list of a number for each."""
+    number = _float(0)
+    try:
+        return [number(each) for each in value] if isinstance(value, list) else number(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a list of one for each param group") from None
+
+
 def _schema(kind: str, low: float | None = None, high: float | None = None, above: bool = False) -> Any:
     schema: dict[str, Any] = {"type": kind}
     if low is not None:
@@ -257,6 +266,18 @@ Bucket = Annotated[int, BeforeValidator(_size(1)), _schema("number", 1)]
 Number = Annotated[float, BeforeValidator(_float()), _schema("number")]
 Positive = Annotated[float, BeforeValidator(_float(0, above=True)), _schema("number", 0, above=True)]
 NonNegative = Annotated[float, BeforeValidator(_float(0)), _schema("number", 0)]
+PerGroup = Annotated[
+    float | list[float],
+    BeforeValidator(_per_group),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "array", "items": {"type": "number", "minimum": 0}},
+            ]
+        }
+    ),
+]
 Fraction = Annotated[float, BeforeValidator(_float(0, 1)), _schema("number", 0, 1)]
 Epsilons = Annotated[
     list[float | None],

@@ -26,6 +26,7 @@ from .schema import Config
 
 _SPACE = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_BARE_KEY = re.compile(r"[A-Za-z_][\w.-]*[ \t]*:")
 _WORD = re.compile(r"-?[A-Za-z_]\w*")
 _WORDS = {
     "true": True,
@@ -56,6 +57,8 @@ class BareKeyProblem(SyntaxProblem):
 def parse(text: str) -> tuple[Any, list[tuple[str, str]]]:
     """Return the value of `text` and, for each key written twice, its dotted path and a message."""
     reader = _Reader(text)
+    if reader.is_at_bare_key():  # Hjson needs no braces around the whole
+        raise BareKeyProblem(text, reader.at, 'expected "{"')
     value = reader.value("", 0)
     reader.skip()
     if reader.at < len(text):
@@ -100,6 +103,11 @@ class _Reader:
             return self.scalar(match)
         raise self.problem("expected a value" if start else "the text ends where a value should be")
 
+    def is_at_bare_key(self) -> bool:
+        """Tell whether a word and a colon come next."""
+        self.skip()
+        return _BARE_KEY.match(self.text, self.at) is not None
+
     def scalar(self, match: re.Match[str]) -> Any:
         word = match.group()
         after = self.text[match.end() : match.end() + 1]
@@ -137,7 +145,7 @@ class _Reader:
         self.at += 1
         while (start := self.peek()) != "}":
             if start != '"':
-                kind = BareKeyProblem if start.isalpha() else SyntaxProblem
+                kind = BareKeyProblem if self.is_at_bare_key() else SyntaxProblem
                 raise kind(self.text, self.at, 'expected a key in double quotes or "}"')
             place = self.at
             key = self.string()
@@ -296,6 +304,15 @@ def _parse_json(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
         _fail(path, str(error))
 
 
+class _HjsonObject(dict[str, Any]):
+    """An object of Hjson, with the keys that it has more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        counts = Counter(key for key, _ in pairs)
+        self.doubled = [key for key, count in counts.items() if count > 1]
+
+
 def _parse_hjson(text: str, path: str, problem: SyntaxProblem) -> tuple[Any, list[tuple[str, str]]]:
     """Read Hjson, which DeepSpeed takes. Only bare keys lead here: in a text whose keys have quotes, Hjson
     would read a mistake as a string.
@@ -304,19 +321,37 @@ def _parse_hjson(text: str, path: str, problem: SyntaxProblem) -> tuple[Any, lis
         import hjson
     except ImportError:
         _fail(path, f"{problem} (keys without quotes are Hjson, which needs `pip install hjson`)")
-    doubled: list[tuple[str, str]] = []
-
-    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = Counter(key for key, _ in pairs)
-        doubled.extend((key, "key is given twice") for key, count in counts.items() if count > 1)
-        return dict(pairs)
-
     try:
-        return hjson.loads(text, object_pairs_hook=object_of), doubled
+        value = hjson.loads(text, object_pairs_hook=_HjsonObject)
     except hjson.HjsonDecodeError as error:
-        _fail(path, f"{problem}; as Hjson: line {error.lineno}, column {error.colno}: {error.msg}")
-    except RecursionError:
-        _fail(path, f"nested more than {MAX_DEPTH} deep")
+        where = f"line {error.lineno}, column {error.colno}"
+        _fail(path, f"{problem}; as Hjson: {where}: {error.msg} ({_TO_THE_END})")
+    except (IndexError, ArithmeticError, ValueError, RecursionError) as error:
+        # hjson's own failures: a comment without an end, a number that is too large, too many levels.
+        _fail(path, f"{problem}; as Hjson: {str(error) or type(error).__name__}")
+    problems: list[tuple[str, str]] = []
+    _find_hjson_mistakes(value, "", problems)
+    return value, problems
+
+
+_TO_THE_END = "Hjson reads text without quotes up to the end of its line"
+
+
+def _find_hjson_mistakes(value: Any, path: str, problems: list[tuple[str, str]]) -> None:
+    """Note keys that are given twice, and strings that have swallowed what follows them on their line."""
+    if isinstance(value, _HjsonObject):
+        problems += [(join(path, key), "key is given twice") for key in value.doubled]
+        for key, item in value.items():
+            _find_hjson_mistakes(item, join(path, key), problems)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _find_hjson_mistakes(item, join(path, index), problems)
+    elif isinstance(value, str) and _SWALLOWED.search(value):
+        problems.append((path, f"{value!r} is one text: {_TO_THE_END}; put it in quotes"))
+
+
+_SWALLOWED = re.compile(r',$|["{}]|\s(#|//|/\*)')
+"""Matches what a value in a config has no use for: a comma at its end, a quote, a brace, a comment."""
 
 
 class _YamlLoader(yaml.SafeLoader):

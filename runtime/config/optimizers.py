@@ -7,7 +7,20 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ..optimizer_specs import SPECS, load_object
-from .fields import Betas, Bool, Count, Epsilons, NonNegative, Number, Positive, Section, Size, always, ok
+from .fields import (
+    Betas,
+    Bool,
+    Count,
+    Epsilons,
+    NonNegative,
+    Number,
+    PerGroup,
+    Positive,
+    Section,
+    Size,
+    always,
+    ok,
+)
 from .fields import Integer as LastIteration
 from .unsupported import with_missing
 
@@ -265,9 +278,9 @@ class _Schedule(Params):
 class WarmupLRParams(_Schedule):
     """Increase from warmup_min_lr to warmup_max_lr, then constant."""
 
-    warmup_min_lr: NonNegative = ok(0.0)
+    warmup_min_lr: PerGroup = ok(0.0)
     """Initial learning rate."""
-    warmup_max_lr: NonNegative | None = ok(None)
+    warmup_max_lr: PerGroup | None = ok(None)
     """Learning rate after warm-up; null is the optimizer's."""
     warmup_num_steps: Count = ok(1000)
     """Warm-up steps."""
@@ -282,7 +295,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
     total_num_steps: Count | None = ok(None)
     """Total training steps."""
-    warmup_max_lr: NonNegative | None = ok(None)
+    warmup_max_lr: PerGroup | None = ok(None)
     """Learning rate after warm-up; null is the optimizer's."""
 
 
@@ -304,13 +317,14 @@ class WarmupCosineLRParams(_Schedule):
 
 
 class OneCycleParams(_Schedule):
-    """Increase, decrease, then slow decay. Momentum moves in the opposite direction."""
+    """Increase, decrease, then slow decay. The first of the betas, where the optimizer has them, moves in the
+    opposite direction. Rates and momenta can be lists of a value for each param group."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
 
-    cycle_min_lr: NonNegative | None = ok(None)
+    cycle_min_lr: PerGroup | None = ok(None)
     """Lowest learning rate of the cycle."""
-    cycle_max_lr: NonNegative | None = ok(None)
+    cycle_max_lr: PerGroup | None = ok(None)
     """Highest learning rate of the cycle."""
     decay_lr_rate: NonNegative = ok(0.0)
     """Decay of the learning rate after the cycle."""
@@ -326,9 +340,9 @@ class OneCycleParams(_Schedule):
     """Steps in one decay interval; 0 disables decay."""
     cycle_momentum: Bool = ok(True)
     """Cycle the momentum as well."""
-    cycle_min_mom: NonNegative = ok(0.8)
+    cycle_min_mom: PerGroup = ok(0.8)
     """Lowest momentum."""
-    cycle_max_mom: NonNegative = ok(0.9)
+    cycle_max_mom: PerGroup = ok(0.9)
     """Highest momentum."""
     decay_mom_rate: NonNegative = ok(0.0)
     """Decay of the momentum after the cycle."""

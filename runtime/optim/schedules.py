@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..config.fields import WARMUP_TYPES
+from ..environment import read_environment
 from ..log import warn
 
 
@@ -54,7 +55,7 @@ class Schedule(ABC):
     def _write(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # compiled steps and the script hold this tensor
+                group["lr"].fill_(rate)  # compiled steps hold this tensor
             else:
                 group["lr"] = rate
         self._last_lr = list(rates)
@@ -73,6 +74,7 @@ class Schedule(ABC):
     def follow_groups(self) -> None:
         """Extend the lists to the groups of now. Raises ValueError where each group was given a value."""
         groups = self.optimizer.param_groups
+        self._separate_tensors()
         # All checks before any list changes.
         for values, _, name in self._per_groups:
             if name and len(values) != len(groups):
@@ -80,6 +82,22 @@ class Schedule(ABC):
         for values, rest, _ in self._per_groups:
             further = groups[len(values) :]
             values += [float(group["lr"]) if rest is None else rest for group in further]
+
+    def _separate_tensors(self) -> None:
+        """Give each group its own tensor where rates are tensors: :meth:`_write` changes them in place. torch
+        gives all groups the default's, also the groups added later.
+        """
+        defaults: Any = self.optimizer.defaults
+        seen: set[int] = set()
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            if not isinstance(rate, torch.Tensor):
+                continue
+            if id(rate) in seen:
+                group["lr"] = rate.clone()
+            if defaults.get("lr") is rate:
+                defaults["lr"] = rate.clone()
+            seen.add(id(rate))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration: a schedule has no other state."""
@@ -160,7 +178,10 @@ class OneCycle(Schedule):
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
         self.decay_lr_rate = decay_lr_rate
-        self.cycle_momentum = cycle_momentum and "betas" in optimizer.param_groups[0]
+        has_betas = "betas" in optimizer.param_groups[0]
+        if cycle_momentum and not has_betas:
+            _warn(f"OneCycle leaves the momentum of {type(optimizer).__name__} as it is: it has no betas")
+        self.cycle_momentum = cycle_momentum and has_betas
         self._min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
         self._max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         self.decay_mom_rate = decay_mom_rate
@@ -325,11 +346,16 @@ def _warmup_steps(steps: int) -> int:
     return max(2, steps)
 
 
+def _warn(message: str) -> None:
+    if read_environment().rank == 0:
+        warn(message)
+
+
 def _warmup_type(kind: str) -> str:
     """Return a curve's name: DeepSpeed takes one that it does not know as "log"."""
     if kind in WARMUP_TYPES:
         return kind
-    warn(f"warmup_type: {kind!r} is taken as 'log': the curves are {', '.join(WARMUP_TYPES)}")
+    _warn(f"warmup_type: {kind!r} is taken as 'log': the curves are {', '.join(WARMUP_TYPES)}")
     return WARMUP_TYPES[0]
 
 

@@ -365,6 +365,8 @@ def test_wrong_layers_are_refused() -> None:
         PipelineModule([PipelineModule([nn.ReLU()])])
     with pytest.raises(NotInZlaunch, match="data_parallel_rank"):
         PipelineModule([nn.ReLU()]).mpu()
+    with pytest.raises(NotInZlaunch, match="leave out mpu"):
+        _deepspeed().initialize(model=PipelineModule([nn.Linear(2, 2)]), mpu=object(), config=config(1))
 
 
 class _Two(nn.Module):

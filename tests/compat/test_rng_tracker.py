@@ -61,7 +61,7 @@ def test_a_recomputed_call_draws_the_same_numbers(deepspeed: Any) -> None:
     def gradients(call: Any) -> list[Any]:
         deepspeed.checkpointing.model_parallel_cuda_manual_seed(9)
         found = []
-        for _ in range(2):  # the second pass goes on where the first has ended
+        for _ in range(2):  # the second pass continues the sequence of the first
             x = torch.ones(4, 8, dtype=torch.float64)
             for index in range(3):
                 x = call(lambda x, index=index: layer(index, x), x)
@@ -75,6 +75,38 @@ def test_a_recomputed_call_draws_the_same_numbers(deepspeed: Any) -> None:
     wanted = gradients(lambda function, x: function(x))
     found = gradients(deepspeed.checkpointing.checkpoint)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_call_may_begin_a_sequence(deepspeed: Any) -> None:
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    tracker.reset()
+    x = torch.ones(50, requires_grad=True)
+
+    def begins(x: torch.Tensor) -> torch.Tensor:
+        if "late" not in tracker.get_states():
+            tracker.add("late", 99)
+        with tracker.fork("late"):
+            return nn.functional.dropout(x, 0.5).sin()
+
+    y = deepspeed.checkpointing.checkpoint(begins, x)
+    y.sum().backward()
+    assert torch.equal(grad_of(x) != 0, y != 0)
+
+
+def test_a_compiled_call_draws_the_same_numbers(deepspeed: Any) -> None:
+    tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(4)
+
+    def forked(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return nn.functional.dropout(x, 0.5).sin()
+
+    model = torch.compile(lambda x: deepspeed.checkpointing.checkpoint(forked, x) * 1.0, backend="aot_eager")
+    x = torch.ones(50, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(grad_of(x) != 0, y != 0)
+    tracker.reset()
 
 
 class _Mpu:

@@ -140,7 +140,7 @@ def test_the_groups_of_an_mpu_are_those_of_the_config() -> None:
         "mpu.get_model_parallel_group(): rank 1 is in a group of ranks [0, 1], but the"
     )
     (refused, _) = run_workers(_with_mpu, 2, apart, apart, {**CONFIG, **SHARED})
-    assert "into one of [0, 1]: set the size of the axis tensor in the config to 1" in refused
+    assert "into one of [0, 1]: set parallel.tensor in the config to 1" in refused
     with pytest.raises(TypeError, match="mpu is object, which has none of the methods get_tensor"):
         check_given_groups(object(), MeshShape(1), 0)
 

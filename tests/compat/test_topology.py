@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ from zlaunch.compat.deepspeed.pipe import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
+    partition_balanced,
+    partition_uniform,
     prime_factors,
 )
 from zlaunch.runtime.errors import ParameterError
@@ -61,7 +64,15 @@ def test_prime_factors(number: int) -> None:
     assert all(factor % smaller for factor in factors for smaller in range(2, factor))
 
 
+def test_parts_need_a_positive_number() -> None:
+    for divide in (partition_uniform, lambda items, parts: partition_balanced([1.0] * items, parts)):
+        with pytest.raises(ValueError, match="num_parts must be 1 or more, got 0"):
+            divide(3, 0)
+    assert partition_balanced([0.0] * 4, 2) == [0, 2, 4]
+
+
 def test_there_are_no_prime_factors_of_nothing() -> None:
+    assert prime_factors(2**31 - 1) == [2**31 - 1]
     with pytest.raises(ValueError, match="0 has no prime factors"):
         prime_factors(0)
 
@@ -78,6 +89,16 @@ def _grid() -> dict[str, Any]:
     module = PipelineModule([nn.Linear(2, 2) for _ in range(4)], num_stages=2)
     plain = module.mpu()
     assert module.mpu() is plain
+    assert copy.deepcopy(module)._grid is None
+    for axis in ("data", "model"):
+        line = PipelineParallelGrid(ProcessTopology([axis], [4]))
+        rank = dist.get_rank()
+        assert (line.get_stage_id(), line.pp_group, _sum(line.get_pipe_parallel_group())) == (0, [rank], rank)
+        along = {"data": line.get_data_parallel_group(), "model": line.get_slice_parallel_group()}
+        assert [_sum(along[name]) for name in ("data", "model")] == [
+            6 if name == axis else rank for name in along
+        ]
+        assert line.get_model_parallel_world_size() == (1 if axis == "data" else 4)
     with pytest.raises(ParameterError, match="has 3 ranks, and the run 4"):
         PipelineParallelGrid(PipeDataParallelTopology(num_pp=3, num_dp=1))
     return {

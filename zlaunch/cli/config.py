@@ -50,7 +50,7 @@ def check(file: str, world_size: int | None) -> None:
         keys = ", ".join(left)
         click.echo(
             f'{loaded.origin}: {keys}: "auto" is for the Hugging Face Trainer and accelerate, which read '
-            "plain JSON: remove comments and trailing commas, or set values",
+            "plain JSON: remove comments, bare keys and trailing commas, or set values",
             err=True,
         )
         sys.exit(2)
@@ -61,7 +61,7 @@ def check(file: str, world_size: int | None) -> None:
     elif is_plain:
         click.echo(f"{loaded.origin}: ok")
     else:
-        why = "which read plain JSON: no comments, trailing commas or YAML"
+        why = "which read plain JSON: no comments, trailing commas, bare keys or YAML"
         click.echo(
             f"{loaded.origin}: ok for your own loop, not for the Hugging Face Trainer and accelerate, {why}"
         )

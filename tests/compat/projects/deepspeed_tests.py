@@ -23,8 +23,8 @@ import click
 
 ROOT = Path(__file__).resolve().parents[3]
 ALIAS = ROOT / "zlaunch" / "compat" / "deepspeed" / "path"
-# Seconds for a test, after which the tests end themselves. If a rank's error cannot be pickled, as an error of
-# pytest.raises cannot, the tests wait for ever: without an outcome for longer, we kill them.
+# Seconds for a test, after which the tests end themselves. If a rank's error cannot be pickled, as with
+# pytest.raises, the tests wait for ever: without an outcome for longer, we kill them.
 TEST_LIMIT_S = 60
 STALL_S = 120
 MOST_PROCESSES = 20

@@ -111,6 +111,19 @@ def _calls(interval: int) -> int:
     return calls - before
 
 
+def _without_stages() -> str:
+    join()
+    given = config(parallel={"pipeline": 1}, pipeline={"activation_checkpoint_interval": 1})
+    with redirect_stdout(io.StringIO()) as out:
+        zlaunch.initialize(model=Network(layers=2), config=given)
+    return out.getvalue()
+
+
+def test_an_interval_without_stages_is_a_warning() -> None:
+    (said,) = run_workers(_without_stages, 1)
+    assert "activation_checkpoint_interval has no effect without pipeline stages" in said
+
+
 def test_an_interval_recomputes_each_layer() -> None:
     assert run_workers(_calls, 2, 0) == [2, 2]
     assert run_workers(_calls, 2, 1) == [4, 4]

@@ -137,10 +137,20 @@ def test_keys_without_quotes_are_hjson(tmp_path: Path) -> None:
     loaded = load(write(tmp_path, "ds.json", text))
     assert (loaded.config.train_batch_size, loaded.config.fp16.enabled) == (8, True)
     assert loaded.config.optimizer is not None and loaded.config.optimizer.params["lr"] == 0.001
+    bare = load(write(tmp_path, "bare.json", "# no braces\ntrain_batch_size: 4\nfp16: {enabled: false}"))
+    assert bare.config.train_batch_size == 4
     twice = problems(write(tmp_path, "twice.json", "{\n  fp16: {enabled: true}\n  fp16: {enabled: false}\n}"))
     assert "fp16: key is given twice" in twice
+    deep = "{\n  fp16: {enabled: true}\n  bf16:\n  {\n    enabled: false\n    enabled: false\n  }\n}"
+    assert "bf16.enabled: key is given twice" in problems(write(tmp_path, "deep.json", deep))
+    comma = problems(
+        write(tmp_path, "comma.json", "{\n  train_batch_size: 2\n  wandb: {\n  team: a, \n  }\n}")
+    )
+    assert "wandb.team: 'a,' is one text: Hjson reads text without quotes up to the end" in comma
     wrong = problems(write(tmp_path, "wrong.json", "{\n  train_batch_size: [1\n}"))
     assert 'line 2, column 3: expected a key in double quotes or "}"; as Hjson: line 3, column 1:' in wrong
+    for text in ("{\n  gradient_clipping: 1e400\n}", "{ a: 1 /* open", "{a: '''", f"{{a: {'9' * 5000}\n}}"):
+        assert "; as Hjson: " in problems(write(tmp_path, "odd.json", text))
 
 
 def test_hjson_is_named_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,6 +403,20 @@ def test_optimizer_and_scheduler() -> None:
 )
 def test_bad_optimizer_or_scheduler(key: str, value: Any, expected: str) -> None:
     assert expected in problems({key: value})
+
+
+def test_rates_and_momenta_for_each_group() -> None:
+    params = {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": 1, "cycle_min_mom": [0.5, 0.6]}
+    loaded = load({"scheduler": {"type": "OneCycle", "params": params}})
+    assert loaded.config.scheduler is not None
+    found = loaded.config.scheduler.params
+    assert (found["cycle_min_lr"], found["cycle_max_lr"], found["cycle_min_mom"]) == (
+        [0.1, 0.2],
+        1.0,
+        [0.5, 0.6],
+    )
+    wrong = problems({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, -1]}}})
+    assert "expected a number, 0 or more, or a list of one for each param group" in wrong
 
 
 def test_an_unknown_warmup_curve_is_the_default_with_a_warning() -> None:

@@ -48,7 +48,7 @@ ORDER = (
         )
     ),
     "runtime",
-    *("data", "optim", "sequence", "zero"),  # public names of the runtime
+    *("checkpointing", "data", "optim", "sequence", "zero"),  # public names of the runtime
     *("system", "compat", "hostfiles", "slurm", "plan", "transports", "node", "view", "supervisor"),
     *("launchers", "queue", "sweep", "tuning", "kubernetes", "ui", "jobs", "notebook", "cli", "__main__"),
 )

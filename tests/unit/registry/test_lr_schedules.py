@@ -364,6 +364,28 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor(shape: tuple[int, ...]) -> No
         assert sgd.param_groups[0]["lr"] is rate and rate.item() == pytest.approx(wanted)
 
 
+def test_groups_that_share_a_tensor_get_their_own_rates() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    adam = torch.optim.Adam([{"params": [each]} for each in parameters[:2]], lr=torch.tensor(0.4))
+    made = WarmupLR(adam, warmup_max_lr=[0.1, 0.2], warmup_num_steps=2, warmup_type="linear")
+    follow(made, 3)
+    assert [group["lr"].item() for group in adam.param_groups] == pytest.approx([0.1, 0.2])
+    adam = torch.optim.Adam([parameters[0]], lr=torch.tensor(0.4))
+    made = WarmupLR(adam, warmup_num_steps=2, warmup_type="linear")
+    follow(made, 1)
+    for late in parameters[1:]:
+        adam.add_param_group({"params": [late]})
+        follow(made, 3)
+    assert [group["lr"].item() for group in adam.param_groups] == pytest.approx([0.4, 0.4, 0.4])
+
+
+def test_momentum_without_betas_is_left_alone_with_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.7)
+    made = OneCycle(sgd, 0.1, 0.2)
+    assert "OneCycle leaves the momentum of SGD as it is" in "".join(capfd.readouterr())
+    assert sgd.param_groups[0]["momentum"] == 0.7 and made.get_mom() is None
+
+
 def test_an_unknown_curve_is_the_default_with_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     made = WarmupCosineLR(optimizer(), 10, warmup_num_steps=4, warmup_type="cubic")
     assert made.warmup_type == "log" and "'cubic' is taken as 'log'" in "".join(capfd.readouterr())

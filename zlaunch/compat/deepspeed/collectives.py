@@ -375,10 +375,15 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: ProcessGroup | No
     """Average tensors over the ranks of a group in one collective, and return this rank's shares, flat.
 
     Of a tensor with ``n`` elements each rank gets ``ceil(n / ranks)``, the last ones fewer or none. The
-    tensors, which have one dtype, are left as they are.
+    tensors, which have one dtype, are left as they are. Raises ValueError on a rank outside the group.
     """
-    ranks = dist.get_world_size(group)
+    tensors = list(tensors)
     rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("reduce_scatter_coalesced: this rank is not in the group")
+    if not tensors:
+        return []
+    ranks = dist.get_world_size(group)
     sizes = [math.ceil(tensor.numel() / ranks) for tensor in tensors]
     rows = []
     for tensor, size in zip(tensors, sizes, strict=True):

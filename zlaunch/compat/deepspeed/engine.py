@@ -25,7 +25,7 @@ from zlaunch.compat.deepspeed.parallel import (
     take_over_sizes,
 )
 from zlaunch.compat.deepspeed.parameters import use_deepspeeds_placeholders
-from zlaunch.compat.deepspeed.pipe import PipelineModule
+from zlaunch.compat.deepspeed.pipe import PipelineModule, PipelineParallelGrid
 from zlaunch.compat.deepspeed.save_pretrained import (
     note_state,
     replace_save_pretrained,
@@ -542,6 +542,18 @@ class PipelineEngine(DeepSpeedEngine):
         comm = self.comm
         return int(comm.mesh.coordinates(comm.rank).get("pipeline", 0))
 
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """Return ``PipelineModule.mpu()``, which is a collective call at the first use."""
+        model = self.module
+        assert isinstance(model, PipelineModule)
+        return model.mpu()
+
+    @property
+    def mpu(self) -> PipelineParallelGrid:
+        """Return :attr:`grid`."""
+        return self.grid
+
     def get_pipeline_parallel_rank(self) -> int:
         """Return the stage that this rank has."""
         return self.stage_id
@@ -688,6 +700,10 @@ def initialize(
     chosen = choose_config(args, config, config_params)
     refuse_foreign_experts(model)
     _take_over(model)
+    if mpu is not None and isinstance(model, PipelineModule):
+        raise NotInZlaunch(
+            "initialize(mpu=...) with a PipelineModule: it makes its groups itself, leave out mpu"
+        )
     if mpu is sequence_groups:
         note_shards(model, bool(UlyssesSPAttentionHF.whole_evaluations))
     use_deepspeeds_placeholders()

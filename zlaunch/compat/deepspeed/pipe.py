@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,10 +105,17 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Has ranks that share layers, too."""
+    """Has a tensor-parallel axis, too."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class _RankGroup(NamedTuple):
+    """Holds the ranks of a process group with it."""
+
+    ranks: list[int]
+    process_group: Any
 
 
 class PipelineParallelGrid:
@@ -143,31 +150,41 @@ class PipelineParallelGrid:
         self.data_parallel_id = self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        replicas = [topology.get_axis_list("data", index) for index in range(self.data_parallel_size)]
-        model_ranks, self.ds_model_proc_group = self._join(map(sorted, replicas))
-        self.ds_model_world_size = len(model_ranks)
-        self.ds_model_rank = model_ranks.index(self.global_rank)
-        self.dp_groups = topology.get_axis_comm_lists("data")
-        self.dp_group, self.dp_proc_group = self._join(self.dp_groups)
-        self.pipe_groups = topology.get_axis_comm_lists("pipe")
-        self.pp_group, self.pp_proc_group = self._join(self.pipe_groups)
-        self.model_groups = topology.get_axis_comm_lists("model")
+        replicas = [list(range(self.world_size))]
+        if topology.get_dim("data"):
+            replicas = [topology.get_axis_list("data", index) for index in range(self.data_parallel_size)]
+        model = self._join(replicas)
+        self.ds_model_proc_group = model.process_group
+        self.ds_model_world_size = len(model.ranks)
+        self.ds_model_rank = model.ranks.index(self.global_rank)
+        # On an axis that the topology lacks, each rank is alone: a group of None would be all ranks.
         alone = [[rank] for rank in range(self.world_size)]
-        self.slice_group, self.slice_proc_group = self._join(self.model_groups or alone)
+        self.dp_groups = topology.get_axis_comm_lists("data") or alone
+        data = self._join(self.dp_groups)
+        self.dp_group = data.ranks
+        self.dp_proc_group = data.process_group
+        self.pipe_groups = topology.get_axis_comm_lists("pipe") or alone
+        stages = self._join(self.pipe_groups)
+        self.pp_group = stages.ranks
+        self.pp_proc_group = stages.process_group
+        self.model_groups = topology.get_axis_comm_lists("model") or alone
+        tensor = self._join(self.model_groups)
+        self.slice_group = tensor.ranks
+        self.slice_proc_group = tensor.process_group
         next_stage: dict[int, int] = {}
         for ranks in self.pipe_groups:
             # The last stage is followed by the first.
             next_stage.update(zip(ranks, ranks[1:] + ranks[:1], strict=True))
         self.p2p_groups = [[rank, next_stage[rank]] for rank in range(self.world_size)]
 
-    def _join(self, groups: Iterable[list[int]]) -> tuple[list[int], Any]:
-        """Make the groups of all ranks, and return this rank's: its ranks, and the process group."""
-        mine: tuple[list[int], Any] = ([], None)
-        for ranks in groups:
-            group = dist.new_group(ranks)
-            if self.global_rank in ranks:
-                mine = (ranks, group)
-        return mine
+    def _join(self, groups: Iterable[list[int]]) -> _RankGroup:
+        """Make all groups, and return this rank's."""
+        made = [_RankGroup(ranks, dist.new_group(ranks)) for ranks in groups]
+        return next(group for group in made if self.global_rank in group.ranks)
+
+    def _position(self, axis: str) -> int:
+        """Return this rank's position on an axis: 0 if there is no such axis."""
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
     def _is_grid_valid(self) -> bool:
         return self._topo.world_size() == self.world_size
@@ -187,14 +204,14 @@ class PipelineParallelGrid:
 
     def get_stage_id(self) -> int:
         """Return this rank's stage."""
-        return int(self._topo.get_coord(self.global_rank).pipe)
+        return self._position("pipe")
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's position on the axis ``data``."""
-        return int(self._topo.get_coord(self.global_rank).data)
+        """Return this rank's data-parallel rank."""
+        return self._position("data")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the ranks that have the same layers as this one."""
+        """Return the ranks of this rank's data-parallel group."""
         return self.dp_group
 
     def get_pipe_parallel_rank(self) -> int:
@@ -206,43 +223,43 @@ class PipelineParallelGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """Return the group of the stages of this rank's pipeline."""
+        """Return this rank's pipeline-parallel process group."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's position on the axis ``data``."""
+        """Return this rank's data-parallel rank."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the size of the axis ``data``."""
+        """Return the data-parallel size."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """Return the group of the ranks that have the same layers as this one."""
+        """Return this rank's data-parallel process group."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks that hold one replica of the model."""
+        """Return this rank's model-parallel rank: in the group that holds one replica of the model."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that hold one replica of the model."""
+        """Return the model-parallel size: the number of ranks that hold one replica of the model."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """Return the group of the ranks that hold this rank's replica of the model."""
+        """Return this rank's model-parallel process group, which holds one replica of the model."""
         return self.ds_model_proc_group
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's position on the axis ``model``."""
-        return int(getattr(self._topo.get_coord(self.global_rank), "model", 0))
+        """Return this rank's tensor-parallel rank."""
+        return self._position("model")
 
     def get_slice_parallel_world_size(self) -> int:
-        """Return the number of ranks that share this rank's layers."""
+        """Return the tensor-parallel size."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """Return the group of the ranks that share this rank's layers."""
+        """Return this rank's tensor-parallel process group."""
         return self.slice_proc_group
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
@@ -257,12 +274,12 @@ def prime_factors(number: int) -> list[int]:
         raise ValueError(f"{number} has no prime factors: give a number from 1 on")
     factors = []
     factor = 2
-    while number > 1:
+    while factor * factor <= number:
         while number % factor == 0:
             factors.append(factor)
             number //= factor
         factor += 1
-    return factors
+    return factors if number == 1 else [*factors, number]
 
 
 # -- parts ------------------------------------------------------------------------------------------
@@ -276,19 +293,23 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Divide items into parts of equal size; the first have one more if they do not divide."""
+    """Divide items into parts of equal size; the first have one more if they do not divide. Raises ValueError
+    for no parts.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be 1 or more, got {num_parts}")
     size, longer = divmod(num_items, num_parts)
     return [part * size + min(part, longer) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Divide items so that the heaviest part is as light as can be."""
-    if len(weights) <= num_parts:
+    """Divide items so that the heaviest part is as light as can be. Raises ValueError for no parts."""
+    if len(weights) <= num_parts or num_parts < 1:
         return partition_uniform(len(weights), num_parts)
     if all(isinstance(weight, (int, Integral)) for weight in weights):
         return balanced([int(weight) for weight in weights], num_parts)
-    unit = max(weights) / 2**40
-    return balanced([round(weight / unit) for weight in weights], num_parts)
+    heaviest = float(max(weights)) or 1.0
+    return balanced([round(float(weight) / heaviest * 2**40) for weight in weights], num_parts)
 
 
 # -- pipe -------------------------------------------------------------------------------------------
@@ -537,6 +558,10 @@ class PipelineModule(nn.Module):
         if self._grid is None:
             self._grid = PipelineParallelGrid(self.topology())
         return self._grid
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups can be neither copied nor pickled: a copy makes new ones.
+        return {**self.__dict__, "_grid": None}
 
     def get_additional_losses(self) -> None:
         """Return None: there are none."""

@@ -1,8 +1,8 @@
-"""Megatron's tracker of random numbers: ranks that share layers draw different ones where layers differ.
+"""Megatron's random-number tracker for tensor parallelism.
 
 ``with get_cuda_rng_tracker().fork():`` draws from a second sequence, which
-``model_parallel_cuda_manual_seed`` seeds by this rank's place among those ranks. A checkpointed call draws
-the same numbers when it is recomputed.
+``model_parallel_cuda_manual_seed`` seeds differently on each tensor-parallel rank. A recomputed call draws
+the same numbers as its forward pass.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zlaunch.runtime.activation.checkpointing import model_parallel_rank
 
 MODEL_PARALLEL = "model-parallel-rng"
 _FIRST_SEED = 2718
-"""Is added to the seed of the ranks that share layers, as Megatron does."""
+"""Offset of the tensor-parallel seed, as in Megatron."""
 
 
 class RngTrackerError(ZlaunchError):
-    """A sequence of random numbers that there is not, or that there is already."""
+    """A sequence of random numbers that does not exist, or that exists already."""
 
 
 class CudaRNGStatesTracker:
@@ -44,7 +44,19 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Take the states that :meth:`get_states` has returned."""
-        self.states_ = states
+        self.states_ = dict(states)
+
+    def copy(self) -> CudaRNGStatesTracker:
+        """Return a tracker with the same names, states and seeds."""
+        other = CudaRNGStatesTracker()
+        other.states_ = dict(self.states_)
+        other.seeds_ = set(self.seeds_)
+        return other
+
+    def take(self, other: CudaRNGStatesTracker) -> None:
+        """Take the names, states and seeds of another tracker."""
+        self.states_ = other.states_
+        self.seeds_ = other.seeds_
 
     def add(self, name: str, seed: int) -> None:
         """Begin a sequence with a seed. Raises RngTrackerError for a name or seed that is in use."""
@@ -81,8 +93,8 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with ``seed``, and the tracker by this rank's place among the ranks that
-    share layers, which ``checkpointing.configure(mpu)`` has said: without one it is the first.
+    """Seed the device's generator with ``seed``, and the tracker's sequence by the tensor-parallel rank too.
+    The rank comes from the ``mpu_`` of ``checkpointing.configure``; without one it is 0.
     """
     _tracker.reset()
     get_accelerator().manual_seed(seed)
@@ -96,21 +108,33 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 class _Replay:
-    """Gives the tracker the states of now again, while a call is recomputed.
+    """Restores the tracker's states of the forward pass while a call is recomputed.
 
     A class, not a generator: with ``retain_graph``, each backward pass enters it.
     """
 
     def __init__(self) -> None:
-        self._states = _tracker.get_states()
-        self._before: list[dict[str, Tensor]] = []
+        self._then = _tracker.copy()
+        self._before: list[CudaRNGStatesTracker] = []
 
     def __enter__(self) -> None:
-        self._before.append(_tracker.get_states())
-        _tracker.set_states(dict(self._states))
+        self._before.append(_tracker.copy())
+        _tracker.take(self._then.copy())
 
     def __exit__(self, *error: object) -> None:
-        _tracker.set_states(self._before.pop())
+        _tracker.take(self._before.pop())
 
 
-checkpointing.recomputation = _Replay
+class _TrackerRecomputation(checkpointing.Recomputation):
+    """Lets recomputed calls draw the tracker's numbers again."""
+
+    def has_state(self) -> bool:
+        """Tell whether the tracker has sequences."""
+        return bool(_tracker.states_)
+
+    def context(self) -> _Replay:
+        """Return a context that restores the tracker's present states."""
+        return _Replay()
+
+
+checkpointing.recomputation = _TrackerRecomputation()
