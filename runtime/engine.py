@@ -1119,8 +1119,11 @@ class Engine(nn.Module):
             save_latest: Load this checkpoint by default, without a tag.
             exclude_frozen_parameters: Leave out frozen parameters.
 
-        Raises CheckpointError on every rank; the previous checkpoint is then unchanged.
+        Raises CheckpointError on every rank; the previous checkpoint is then unchanged. Raises ValueError if
+        ``save_dir`` is empty or None.
         """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}: name a folder")
         self._prepare_save()
         if client_state is None and self.client_state is not None:
             client_state = self.client_state()

@@ -38,6 +38,9 @@ def _loads(folder: str) -> int:
     calls: list[tuple[Any, Any]] = [(zlaunch.initialize, {}), (deepspeed.initialize, None)]
     for call, none in calls:
         engine, *_ = call(model=nn.Linear(2, 2), config=CONFIG)
+        for nowhere in ("", None):
+            with pytest.raises(ValueError, match=f"save_checkpoint: save_dir is {nowhere!r}: name a folder"):
+                engine.save_checkpoint(nowhere)
         for tag in (None, "auto", "global_step1"):
             said, _ = _load(engine, f"{folder}/nowhere", tag=tag)
             assert "nowhere: no such folder" in said and "missing_ok=True" in said, said
