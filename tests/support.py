@@ -30,7 +30,7 @@ FOLDER = ROOT / ".venv-support"
 MARK = ".complete"
 """The file in a virtual environment that says what it was made of, once all is there."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-WANTED = ("-e", ".[cpu,plot]", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+WANTED = ("-e", ".[cpu,plot,hjson]", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 TORCHS_OWN = ("torch==", "sympy==", "setuptools==", "nvidia-")
 """Lines of constraints.txt that do not hold here: each version of torch wants its own version of these."""
 TESTS = ("tests/runtime", "tests/unit")

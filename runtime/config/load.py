@@ -304,6 +304,11 @@ def _parse_json(text: str, path: str) -> tuple[Any, list[tuple[str, str]]]:
         _fail(path, str(error))
 
 
+_TO_THE_END = "Hjson reads text without quotes up to the end of its line"
+_SWALLOWED = re.compile(r',$|["{}]|\s(#|//|/\*)')
+"""Matches what no value of a config contains: a comma at the end, a quote, a brace, a comment."""
+
+
 class _HjsonObject(dict[str, Any]):
     """An object of Hjson, with the keys that it has more than once."""
 
@@ -328,13 +333,10 @@ def _parse_hjson(text: str, path: str, problem: SyntaxProblem) -> tuple[Any, lis
         _fail(path, f"{problem}; as Hjson: {where}: {error.msg} ({_TO_THE_END})")
     except (IndexError, ArithmeticError, ValueError, RecursionError) as error:
         # hjson's own failures: a comment without an end, a number that is too large, too many levels.
-        _fail(path, f"{problem}; as Hjson: {str(error) or type(error).__name__}")
+        _fail(path, f"{problem}; as Hjson: it cannot be read ({error})")
     problems: list[tuple[str, str]] = []
     _find_hjson_mistakes(value, "", problems)
     return value, problems
-
-
-_TO_THE_END = "Hjson reads text without quotes up to the end of its line"
 
 
 def _find_hjson_mistakes(value: Any, path: str, problems: list[tuple[str, str]]) -> None:
@@ -348,10 +350,6 @@ def _find_hjson_mistakes(value: Any, path: str, problems: list[tuple[str, str]])
             _find_hjson_mistakes(item, join(path, index), problems)
     elif isinstance(value, str) and _SWALLOWED.search(value):
         problems.append((path, f"{value!r} is one text: {_TO_THE_END}; put it in quotes"))
-
-
-_SWALLOWED = re.compile(r',$|["{}]|\s(#|//|/\*)')
-"""Matches what a value in a config has no use for: a comma at its end, a quote, a brace, a comment."""
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -393,7 +393,7 @@ def test_names_that_projects_import(
 ) -> None:
     from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO, get_model_ckpt_name_for_rank
     from deepspeed.compression.helper import recursive_getattr, recursive_setattr
-    from deepspeed.runtime import config
+    from deepspeed.runtime import config, constants
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -418,9 +418,9 @@ def test_names_that_projects_import(
     assert path.endswith("/a/mp_rank_00_model_states.pt")
 
     assert (config.ADAM_OPTIMIZER, config.LAMB_OPTIMIZER) == ("adam", "lamb")
-    assert config.get_gradient_clipping(
-        {"gradient_clipping": 0.5}
-    ) == 0.5 and not config.get_gradient_clipping({})
+    assert (constants.GRADIENT_CLIPPING, constants.GRADIENT_CLIPPING_DEFAULT) == ("gradient_clipping", 1.0)
+    assert config.get_gradient_clipping({"gradient_clipping": 0.5}) == 0.5
+    assert config.get_gradient_clipping({}) == 1.0
     assert issubclass(ZeRORuntimeException, Exception) and not isinstance(model, BF16_Optimizer)
     with pytest.raises(NotImplementedError, match=r"made by deepspeed\.initialize"):
         BF16_Optimizer(None)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from zlaunch.compat.deepspeed.engine import _PATHS, read
 from zlaunch.compat.deepspeed.missing import absent
 from zlaunch.compat.deepspeed.tools import logger
-from zlaunch.runtime.config import load, resolve
+from zlaunch.runtime.config import Config, load, resolve
 from zlaunch.runtime.config.check import names
 from zlaunch.runtime.config.fields import Section
 from zlaunch.runtime.config.schema import TRACKERS, Comet, FileMonitor, WandB
@@ -32,11 +32,13 @@ ADAMW_OPTIMIZER = "adamw"
 LAMB_OPTIMIZER = "lamb"
 LION_OPTIMIZER = "lion"
 MUON_OPTIMIZER = "muon"
+GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> Any:
     """Return the norm to which a config, read as a dict, clips gradients; 0 means that it does not."""
-    return param_dict.get("gradient_clipping", 0.0)
+    return param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
 
 
 # -- pickled ----------------------------------------------------------------------------------------
