@@ -18,7 +18,7 @@ PIP := $(PY) -m pip install --no-input --no-compile --disable-pip-version-check 
 TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia/gpus/*),,https://download.pytorch.org/whl/cpu)
 export PYTHONUNBUFFERED := 1
 # Test workers: one per core, from 2 to 4. Ranks wait actively, so more would use up each other's time, but for
-# the worker of the tests that wait (tests/conftest.py), which `make test` starts besides.
+# the worker of the tests that wait (tests/conftest.py), which the targets of CI start besides.
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .PHONY: demo install test test-fast test-all test-every test-quarter test-support test-smoke mutate numerics lint docs bench clean
@@ -31,9 +31,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-# Add the packages of the tests and linters.
+# Add the packages of the tests and linters. Collecting the tests compiles what they import; otherwise each of
+# their processes would, all at the same time. Errors do not matter here, since the tests show them.
 $(WITH_TOOLS): $(INSTALLED)
 	$(PIP) -e ".[test]"
+	$(PY) -m pytest --collect-only -qq >/dev/null 2>&1 || true
 	touch $@
 
 # Add the packages of the documentation site.
@@ -62,7 +64,7 @@ test: $(WITH_TOOLS)
 
 # tests/unit, except kernels and their twins, tests of the project's own files, the benchmark rehearsal, and tests
 # that fuzz or start processes: they would double the time.
-SLOW := $(addprefix --ignore=tests/unit/,project benchmarks network cli/test_estimate.py cli/test_rerun.py \
+SLOW := $(addprefix --ignore=tests/unit/,project benchmarks network data cli/test_estimate.py cli/test_rerun.py \
   config/test_fuzz.py monitor/test_monitor.py supervisor/test_git_state.py \
   cuda_ops/test_quantize.py cuda_ops/test_narrow_step.py cuda_ops/test_signs.py) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
@@ -77,7 +79,7 @@ test-every: $(WITH_TOOLS)
 
 # The number of commits selects the quarter: tests/selection.py.
 test-quarter: $(WITH_TOOLS)
-	$(PY) -m pytest -n $(WORKERS) --quarter --cpu-file=$(VENV)/cpu-test-quarter.json $(FLAGS)
+	$(PY) -m pytest -n $$(($(WORKERS) + 1)) --quarter --cpu-file=$(VENV)/cpu-test-quarter.json $(FLAGS)
 
 # Needs Python 3.10 and 3.12 on PATH or in pyenv's folder. Installs into .venv-support.
 test-support:

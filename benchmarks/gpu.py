@@ -71,7 +71,17 @@ FIRST = (
 SECOND = (
     Part(
         "ranks",
-        ("pytest", "-n", "2", "--devices", "cuda", "-m", "multi_gpu and not exhaustive", "tests/runtime"),
+        (
+            "pytest",
+            "-n",
+            "2",
+            "--devices",
+            "cuda",
+            "-m",
+            "multi_gpu and not exhaustive",
+            "--no-rotation",
+            "tests/runtime",
+        ),
         240,
         ("-p", "tests.pretend_gpu.plugin", "-k", "test_fp32_is_as_exact_as_ddp"),
     ),

@@ -26,7 +26,7 @@ import pytest
 from tests.leftovers import MARK, marked, newest_process
 from tests.limits import SLOWER
 
-CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 900.0
+CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 600.0
 """Limits of `make test` in CPU seconds on the machine that REFERENCE_S was measured on. They grow on a slower
 one, by what `_speed_probe` takes there, and by ZLAUNCH_TEST_SLOWER on a busy one, where ranks wait actively.
 """

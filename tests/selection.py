@@ -5,6 +5,10 @@ Running every case takes too long for each change. So the cases marked ``exhaust
 quarters by their names, and a CI run takes one quarter. The number of commits modulo four chooses it, so the
 next commits run the others. The same number chooses among the cases of a function marked ``sampled``: `make
 test` runs some of them, others at the next commit, and those that it leaves out count as exhaustive.
+
+A case marked ``rotated`` takes seconds of CPU, too much to run at each commit: `make test` runs it at the
+turn of its name. At the three other turns it counts as exhaustive, but belongs to no quarter of theirs, as
+its quarter has the same turn. So four CI runs in a row run every case, and none runs it twice.
 """
 
 from __future__ import annotations
@@ -60,6 +64,8 @@ class Selection:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self._sample(items, config.getoption("--turn"))
+        if not config.getoption("--no-rotation"):
+            self._rotate(items, config.getoption("--turn"))
         for item in items:
             if not item.get_closest_marker("timeout"):
                 exhaustive = item.get_closest_marker("exhaustive")
@@ -94,6 +100,12 @@ class Selection:
                 if position not in kept:
                     item.add_marker(pytest.mark.exhaustive)
 
+    def _rotate(self, items: list[pytest.Item], turn: int) -> None:
+        """Mark as exhaustive what is ``rotated`` and has another turn than this one."""
+        for item in items:
+            if item.get_closest_marker("rotated") and turn_of(item.nodeid) != turn:
+                item.add_marker(pytest.mark.exhaustive)
+
     def _keep_quarter(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Deselect all but this turn's quarter of the exhaustive cases."""
         turn = config.getoption("--turn")
@@ -114,6 +126,9 @@ def add_options(parser: pytest.Parser) -> None:
         choices=range(TURNS),
         default=current_turn(),
         help=f"Choose the turn, 0 to {TURNS - 1}. [default: the number of commits modulo {TURNS}]",
+    )
+    parser.addoption(
+        "--no-rotation", action="store_true", help="Treat the cases marked `rotated` like all others."
     )
     parser.addoption(
         "--quarter", action="store_true", help="Run this turn's quarter of the exhaustive cases alone."

@@ -1,7 +1,7 @@
 """Run the runtime's tests with other versions of Python and torch than those it is developed with.
 
     python -m tests.support [--smoke] [--keep-going] [--torch-index URL]   # make test-support, test-smoke
-    python -m tests.support --prepare   # install the first combination: CI does that beside the linters
+    python -m tests.support --prepare   # install the combinations: CI does that beside the linters
 
 Each combination has a virtual environment in .venv-support, which is made on the first call: two minutes and
 5 GB each, where torch comes from PyPI with CUDA's libraries. It is kept, unless --remove is given.
@@ -234,7 +234,7 @@ def run(combination: Combination, torch_index: str, tests: Sequence[str]) -> Out
             "-m",
             "pytest",
             "-n",
-            "2",
+            "3",
             "-m",
             "not exhaustive",
             "--no-skips",
@@ -264,10 +264,11 @@ def main() -> int:
     parser.add_argument(
         "--torch-index", default=TORCH_INDEX, metavar="URL", help="where to look for torch first"
     )
-    parser.add_argument("--prepare", action="store_true", help="install the first combination, run no test")
+    parser.add_argument("--prepare", action="store_true", help="install the combinations, run no test")
     args = parser.parse_args()
     if args.prepare:
-        prepare(COMBINATIONS[0], args.torch_index)
+        for combination in COMBINATIONS:
+            prepare(combination, args.torch_index)
         return 0
     good, lines = True, []
     for combination in COMBINATIONS:

@@ -86,6 +86,7 @@ def test_a_host_that_hangs_is_named_in_time(cluster: Testbed, tmp_path: Path, fi
     _gone(cluster)
 
 
+@pytest.mark.rotated
 def test_what_only_openssh_can_do(cluster: Testbed, tmp_path: Path) -> None:
     """Tokens in ProxyCommand and IdentityFile, HostKeyAlias: the ssh program is taken by itself."""
     (tmp_path / f"key-{cluster.address('n2')}").write_bytes((cluster.folder / "key").read_bytes())
@@ -146,6 +147,7 @@ def test_the_cause_is_found_on_the_slowest_node(cluster: Testbed, tmp_path: Path
         assert "rank 5 on n3 failed first: it exited with code 9" in launch.err, launch.err
 
 
+@pytest.mark.rotated
 def test_a_clock_that_is_wrong_names_nobody(cluster: Testbed, tmp_path: Path) -> None:
     """Reports are ordered by when the launcher hears them; here n1's say that they are a day old."""
     script = """
@@ -202,6 +204,7 @@ def test_a_job_that_asks_for_gpus_per_task(cluster: Testbed, tmp_path: Path) -> 
     assert {launch.log(rank).split()[0] for rank in range(4)} == {"2"}
 
 
+@pytest.mark.rotated
 def test_a_shell_of_srun(cluster: Testbed, tmp_path: Path) -> None:
     """Only the first task of `srun --pty` is a shell: zlaunch there is not one task among several."""
     (tmp_path / "worker.py").write_text("import os; open('w.' + os.environ['RANK'], 'w').close()")
@@ -233,6 +236,7 @@ def test_a_shell_of_srun(cluster: Testbed, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("w.*")) == ["w.0", "w.1"], said.decode()
 
 
+@pytest.mark.rotated
 def test_a_task_whose_zlaunch_is_killed_ends_the_step(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import os, time

@@ -52,6 +52,7 @@ def test_json(cluster: Any, tmp_path: Path) -> None:
         assert host["meets_by"] in host["addresses"]
 
 
+@pytest.mark.rotated
 def test_a_host_that_is_not_there_leaves_the_others_shown(cluster: Any, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("no-such-host slots=2\n" + cluster.hostfile.read_text())

@@ -130,6 +130,7 @@ def test_a_node_is_rebooted(cluster: Testbed, tmp_path: Path, script: str, hard:
         cluster.await_nodes()
 
 
+@pytest.mark.rotated
 def test_ctrl_c_while_running(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(cluster, tmp_path, PATIENT, script=SILENT)
     await_ready(launch)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.helpers import start
 from tests.cluster.testbed import Testbed
 
 SCRIPT = "import os; print('env', os.environ['ZLAUNCH_WORLD_SIZES'], os.environ['WORLD_SIZE'])"
 
 
+@pytest.mark.rotated
 def test_a_node_with_a_full_disk_is_left_out(cluster: Testbed, tmp_path: Path) -> None:
     full = tmp_path / "work"
     full.mkdir()

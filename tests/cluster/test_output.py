@@ -23,6 +23,7 @@ SCRIPT = """
 BARS = b"".join(b"%d\r" % number for number in range(500)) + b"no newline"
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "by", ["ssh", "slurm", pytest.param("openmpi", marks=pytest.mark.needs("mpirun.openmpi"))]

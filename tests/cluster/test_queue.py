@@ -108,6 +108,7 @@ def test_slurm_has_the_same_words(cluster: Testbed, tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.rotated
 def test_commands_take_the_job_of_slurm_and_its_run(cluster: Testbed, tmp_path: Path) -> None:
     """From a machine that is no node of the job, as a login node."""
     shell = Shell(tmp_path, {**cluster.env(), "PYTHONPATH": str(ROOT)})
@@ -215,6 +216,7 @@ def test_a_sweep_is_an_array_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     assert refused.returncode == 2 and "the sweep sets this option itself" in refused.stderr
 
 
+@pytest.mark.rotated
 def test_a_function_runs_as_a_job_of_slurm(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, zlaunch\n"

@@ -27,6 +27,7 @@ SHOW = """
 """
 
 
+@pytest.mark.rotated
 def test_arguments_and_environment_survive(cluster: Testbed, tmp_path: Path) -> None:
     env = {"HF_SECRET": "t$k'e\"n \n é", "NOT_LISTED": "x"}
     launch = start(cluster, tmp_path, "--env=MINE=a=b c", script=SHOW, args=ARGS, env=env)
@@ -36,6 +37,7 @@ def test_arguments_and_environment_survive(cluster: Testbed, tmp_path: Path) -> 
         assert (tuple(args), secret, mine, local) == (ARGS, env["HF_SECRET"], "a=b c", str(rank % 2))
 
 
+@pytest.mark.rotated
 def test_nothing_of_it_shows_in_ps(cluster: Testbed, tmp_path: Path) -> None:
     launch = start(cluster, tmp_path, "--env=MINE=verysecret", script=SILENT)
     await_ready(launch)
@@ -45,6 +47,7 @@ def test_nothing_of_it_shows_in_ps(cluster: Testbed, tmp_path: Path) -> None:
     assert launch.wait() == 143
 
 
+@pytest.mark.rotated
 def test_unequal_nodes_and_filters(cluster: Testbed, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("n2 slots=3  # first\n\nn1 slots=1\nn3 slots=4\n")
@@ -142,6 +145,7 @@ def test_the_port_is_taken(cluster: Testbed, tmp_path: Path) -> None:
     assert "n1: --master_port 29777: Address already in use" in text
 
 
+@pytest.mark.rotated
 def test_a_full_disk_on_one_node(cluster: Testbed, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     cluster.enter("n2", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "data"))
@@ -191,6 +195,7 @@ def test_slots_that_are_not_written_down(cluster: Testbed, tmp_path: Path) -> No
     assert launch.log(2) == "3\n"
 
 
+@pytest.mark.rotated
 def test_an_allocation_is_used_as_it_is(cluster: Testbed, tmp_path: Path) -> None:
     script = "import os, socket; print(socket.gethostname(), os.environ['LOCAL_RANK'])"
     launch = start(cluster, tmp_path, by="slurm", script=script)
@@ -210,6 +215,7 @@ TORCHRUN = (
 )
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("tasks", "flags"), [(1, ()), (2, ()), (1, TORCHRUN)])
 def test_started_by_the_users_own_srun(
@@ -228,6 +234,7 @@ def test_started_by_the_users_own_srun(
     assert [(tmp_path / f"rank.{r}").read_text() for r in range(6)] == [f"6{r % 2}" for r in range(6)]
 
 
+@pytest.mark.rotated
 def test_a_failing_task_ends_the_users_own_srun(cluster: Testbed, tmp_path: Path) -> None:
     """The others get their SIGTERM and their grace, and the step ends with the failing task's code."""
     script = """
@@ -263,6 +270,7 @@ def test_what_would_have_no_effect_is_refused(cluster: Testbed, tmp_path: Path) 
     assert "--min_nodes 4: there are 3 hosts" in _refused(cluster, tmp_path, "--min_nodes=4")
 
 
+@pytest.mark.rotated
 def test_files_in_the_working_folder_do_no_harm(cluster: Testbed, tmp_path: Path) -> None:
     for name in ("tokenize", "token", "signal", "typing", "queue", "zlaunch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
@@ -376,6 +384,7 @@ def test_mpirun_starts_one_launcher_a_node(cluster: Testbed, tmp_path: Path) -> 
     assert lost.wait() == 2 and "no address of node 0" in lost.err, lost.err
 
 
+@pytest.mark.rotated
 @pytest.mark.needs("mpirun.openmpi")
 def test_mpirun_reaches_the_hosts_of_a_hostfile(cluster: Testbed, tmp_path: Path) -> None:
     agent = {"OMPI_MCA_plm_rsh_agent": f"ssh -F {cluster.ssh_config}", "OMPI_MCA_oob_tcp_if_include": SUBNET}

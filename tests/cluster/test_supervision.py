@@ -70,6 +70,7 @@ def test_training_over_three_nodes_equals_one_process(cluster: Testbed, tmp_path
     assert many == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.rotated
 def test_restarts(cluster: Testbed, tmp_path: Path) -> None:
     script = """
         import os, sys, time

@@ -156,6 +156,7 @@ def test_names_that_are_not_here(tmp_path: Path) -> None:
     assert "No module named 'deepspeed.compression.compress'" in said and "use torchao" in said
 
 
+@pytest.mark.rotated
 def test_install_comes_too_late(tmp_path: Path, installed: Path) -> None:
     said = python(
         "import deepspeed, zlaunch.compat.deepspeed as ds\n"

@@ -93,6 +93,7 @@ def test_a_call_may_begin_a_sequence(deepspeed: Any) -> None:
     assert torch.equal(grad_of(x) != 0, y != 0)
 
 
+@pytest.mark.rotated
 def test_a_compiled_call_draws_the_same_numbers(deepspeed: Any) -> None:
     tracker = deepspeed.checkpointing.get_cuda_rng_tracker()
     deepspeed.checkpointing.model_parallel_cuda_manual_seed(4)

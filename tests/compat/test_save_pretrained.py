@@ -49,6 +49,7 @@ def _saved(folder: str, is_positional: bool) -> list[dict[str, torch.Tensor]]:
     return states
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("is_positional", [False, True])
 def test_ranks_without_the_state_write_nothing_and_wait_for_nobody(
     tmp_path: Path, is_positional: bool

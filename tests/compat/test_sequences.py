@@ -125,6 +125,7 @@ def _plain(groups: int, size: int) -> tuple[list[list[float]], dict[str, torch.T
     return losses, model.state_dict()
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "size", "stage", "is_named"),

@@ -107,6 +107,7 @@ def test_a_run_outlives_its_output(tmp_path: Path, stdout: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.rotated
 def test_few_open_files_are_enough_or_named(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("")
     for limit, code in ((128, 0), (24, 1)):
@@ -118,6 +119,7 @@ def test_few_open_files_are_enough_or_named(tmp_path: Path) -> None:
         assert ("ulimit -n, is 24" in done.stderr) == bool(code)
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", ["-m zlaunch", "-c 'from zlaunch.__main__ import main; main()'"])
 def test_ctrl_c_at_any_moment_of_the_start_is_quiet(tmp_path: Path, command: str) -> None:

@@ -33,6 +33,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert [row[3] for row in rows] == ["all-gather", "reduce-scatter", "all-reduce"]
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "text"),

@@ -40,6 +40,7 @@ def launch_says(launch: Launch) -> Any:
     return lambda: f"a debugger waited for: {launch.err}"
 
 
+@pytest.mark.rotated
 def test_a_client_attaches_before_the_script_runs_and_stops_in_it(tmp_path: Path) -> None:
     script = """
         import os

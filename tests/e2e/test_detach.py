@@ -96,6 +96,7 @@ def test_a_terminal_that_is_closed_ends_nothing(folder: Path) -> None:
     assert not alive(run_id)
 
 
+@pytest.mark.rotated
 def test_its_exit_code_is_told(folder: Path) -> None:
     started = zlaunch(folder, *OPTIONS, "7")
     name = started.stdout.strip()
@@ -126,6 +127,7 @@ def test_it_can_be_stopped_before_its_nodes_answer(folder: Path) -> None:
     assert zlaunch(folder, "wait").returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.rotated
 def test_what_cannot_be_is_said(folder: Path) -> None:
     names = ["20260101-000000-aaaaaa", "20260101-000001-aabbbb"]
     for name in names:

@@ -13,6 +13,7 @@ DEAR = ("docs/guides/trainer.md", "docs/guides/sweeps.md")
 """Pages whose first command takes more CPU seconds than tests/budget.py gives a case of `make test`."""
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", [page for page in PAGES if page.id not in DEAR])
 def test_the_first_command_of_a_page_does_what_it_says(path: Path, tmp_path: Path) -> None:

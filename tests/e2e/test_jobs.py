@@ -65,6 +65,7 @@ def python(folder: Path, code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rotated
 def test_results_and_failures_arrive_here(tmp_path: Path) -> None:
     python(
         tmp_path,
@@ -144,6 +145,7 @@ def test_a_job_is_waited_for_cancelled_and_started_from_a_thread(tmp_path: Path)
     )
 
 
+@pytest.mark.rotated
 def test_a_detached_or_queued_job_is_found_again(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     names = python(

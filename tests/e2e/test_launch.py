@@ -201,6 +201,7 @@ def _run_as_module(folder: Path, text: str) -> Launch:
     return run(folder, "--num_gpus=1", "--module", "package.module", "--epochs", "3")
 
 
+@pytest.mark.rotated
 def test_a_script_that_declares_local_rank_gets_it(tmp_path: Path) -> None:
     launch = run(tmp_path, "--num_gpus=1", "--no_preload", script=DECLARES, args=("--epochs", "3"))
     assert launch.process.returncode == 0 and "all parsed" in launch.out, launch.err
@@ -216,6 +217,7 @@ def test_a_script_that_declares_local_rank_gets_it(tmp_path: Path) -> None:
         assert wanted in launch.out
 
 
+@pytest.mark.rotated
 def test_argparse_gets_local_rank_where_it_knows_it(tmp_path: Path) -> None:
     (tmp_path / "parsers.py").write_text(PARSERS)
     script = "import parsers\nparsers.check()  # not --local_rank"
@@ -292,6 +294,7 @@ def test_stacks_on_sigusr2(tmp_path: Path) -> None:
     assert launch.wait() == 130
 
 
+@pytest.mark.rotated
 def test_own_modules_never_mix_with_ours(tmp_path: Path) -> None:
     for name in ("runtime", "config", "hostfiles", "slurm", "queue_", "events", "failure", "plan"):
         (tmp_path / f"{name}.py").write_text("OWNER = 'user'\n")
@@ -418,6 +421,7 @@ def test_a_bad_config_stops_before_any_worker(tmp_path: Path, form: str) -> None
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.rotated
 def test_the_scripts_own_config_is_its_own_business(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("model: gpt\ndata: x\noptimizer: fast\n")
     (tmp_path / "mine.toml").write_text("zero_optimization = 1\n")

@@ -41,6 +41,7 @@ def follow(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.rotated
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
     run(tmp_path, "--num_gpus=2", script=LINES)
     everything = zlaunch(tmp_path, "logs", "run")

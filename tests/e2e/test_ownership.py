@@ -129,6 +129,7 @@ def test_a_frozen_agent_does_not_hold_up_a_stop(tmp_path: Path, frozen: str, sig
     wait_until(lambda: not alive(run_id) and not any(map(exists, tree)), "nothing is left")
 
 
+@pytest.mark.rotated
 def test_when_a_fork_of_the_preloader_fails_no_rank_runs_twice(tmp_path: Path) -> None:
     """The second fork fails, as with EAGAIN: the first worker must not have begun."""
     act = """

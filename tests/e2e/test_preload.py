@@ -36,6 +36,7 @@ def _shown(folder: Path, *options: str) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [(), ("--no_preload",)], ids=["preload", "no_preload"])
 def test_a_forked_worker_is_like_one_started_by_itself(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -59,6 +60,7 @@ SAYS = """
 """
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rest", "modules"),

@@ -79,6 +79,7 @@ def daemons() -> list[int]:
     return daemons_of(os.environ["XDG_STATE_HOME"])
 
 
+@pytest.mark.rotated
 def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     first = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "0")
     second = submit(folder, "--num_gpus=4", "train.py", FOR_EVER, "7")
@@ -117,6 +118,7 @@ def test_runs_wait_for_slots_and_for_each_other(folder: Path) -> None:
     assert zlaunch(folder, "queue", "--queue=local").stdout.startswith("nothing waits or runs in the queue")
 
 
+@pytest.mark.rotated
 def test_cancelled_stopped_late_and_tried_again(folder: Path) -> None:
     running = submit(folder, "--num_gpus=6", "train.py", FOR_EVER, "0")
     waiting = submit(folder, "--num_gpus=1", "train.py", "0", "0")
@@ -270,6 +272,7 @@ def test_a_row_of_another_version_harms_no_other(folder: Path) -> None:
     assert zlaunch(folder, "wait", foreign).returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.rotated
 def test_a_job_is_queued_and_started_whoever_reads_its_name(folder: Path) -> None:
     command = [sys.executable, "-m", "zlaunch", *OPTIONS, "--run_dir=runs/job", "train.py", "0", "0"]
     with open("/dev/full", "w") as full:

@@ -46,6 +46,7 @@ def read(run_dir: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.rotated
 def test_a_run_is_recorded_and_started_again(tmp_path: Path) -> None:
     (tmp_path / ".gitignore").write_text("runs\n")
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -104,6 +104,7 @@ def train(
     )
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_run_that_was_killed_goes_on_exactly(tmp_path: Path, stage: int) -> None:
     """kill -9 of a rank at step 13, a restart from step 10: data, noise and schedule as in a straight run."""

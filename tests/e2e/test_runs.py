@@ -66,6 +66,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         launch.wait()
 
 
+@pytest.mark.rotated
 def test_a_run_is_listed_shown_and_stopped(launch: Launch, tmp_path: Path) -> None:
     [listed] = ps(tmp_path, ".")
     assert (listed["run"], listed["state"], listed["world_size"]) == ("run", "running", 2)
@@ -114,6 +115,7 @@ def test_stacks_of_all_and_of_some_ranks(launch: Launch, tmp_path: Path) -> None
     assert launch.process.poll() is None, "the run goes on"
 
 
+@pytest.mark.rotated
 def test_stop_that_takes_too_long_and_by_force(launch: Launch, tmp_path: Path) -> None:
     for rank in (0, 1):
         os.kill(launch.worker_pid(rank), signal.SIGSTOP)  # "save and stop" goes unheard
@@ -156,6 +158,7 @@ def test_stop_says_at_once_that_nothing_saves(tmp_path: Path) -> None:
     assert zlaunch(tmp_path, "stop", "run").returncode == 0
 
 
+@pytest.mark.rotated
 def test_a_launcher_that_cannot_be_reached_from_here(launch: Launch, tmp_path: Path) -> None:
     good = json.loads((launch.run_dir / "launcher.json").read_text())
     change_record(launch.run_dir, host="elsewhere")
@@ -172,6 +175,7 @@ def test_a_launcher_that_cannot_be_reached_from_here(launch: Launch, tmp_path: P
     assert launch.process.poll() is None
 
 
+@pytest.mark.rotated
 def test_how_ranks_end(tmp_path: Path) -> None:
     script = """
         import os, sys, time
@@ -335,6 +339,7 @@ def test_clean_asks_at_a_terminal(tmp_path: Path, answer: str, left: bool) -> No
     assert (done.run_dir.exists(), asked.returncode) == (left, 1 if left else 0)
 
 
+@pytest.mark.rotated
 def test_a_slurm_job_of_one_node_names_its_host(folder_of_one: Path) -> None:
     host = socket.gethostname()
     events = (folder_of_one / "run" / "events.jsonl").read_text()

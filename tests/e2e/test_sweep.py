@@ -72,6 +72,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.rotated
 def test_a_grid_is_run_and_the_best_is_shown(folder: Path) -> None:
     (folder / "grid.yaml").write_text(
         "parameters:\n  --x: [1, 3]\n  optimizer.params.lr: [1e-3]\n  --fails: [false, true]\n"

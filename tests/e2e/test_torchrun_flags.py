@@ -24,6 +24,7 @@ dist.destroy_process_group()
 ENV = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "flags",

@@ -141,6 +141,7 @@ def test_ctrl_c_leaves_the_best_so_far(folder: Path) -> None:
     nothing_is_left(folder)
 
 
+@pytest.mark.rotated
 def test_a_script_without_an_engine_is_run_once(folder: Path) -> None:
     (folder / "train.py").write_text("print('no engine here')")
     done = zlaunch(folder, *TUNE)

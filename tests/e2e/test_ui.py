@@ -111,6 +111,7 @@ def test_the_server(tmp_path: Path) -> None:
     assert server.stop() == (0, "", ""), "Ctrl-C ends it quietly"
 
 
+@pytest.mark.rotated
 @pytest.mark.needs("chromium")
 def test_a_page_follows_its_runs(tmp_path: Path) -> None:
     path = write_run(tmp_path / "runs", "run", steps=3)

@@ -117,6 +117,7 @@ def test_watch_in_a_pipe(runs: Path) -> None:
     assert "ended 1" in bad and "ValueError: <script>" in bad
 
 
+@pytest.mark.rotated
 def test_mistakes(tmp_path: Path) -> None:
     for command in ("watch", "report"):
         done = zlaunch(tmp_path, command, "nothing")
@@ -144,6 +145,7 @@ class _Outside(HTMLParser):
         self.found += [f"{name}={value}" for name, value in attrs if name in ("src", "href")]
 
 
+@pytest.mark.rotated
 def test_the_page_is_whole_and_alone(runs: Path) -> None:
     done = zlaunch(runs, "report", "bad/run", "-o", "bad.html")
     assert done.returncode == 0, done.stderr
@@ -164,6 +166,7 @@ def test_the_page_is_whole_and_alone(runs: Path) -> None:
     assert re.search(r"torch&quot;: &quot;\d", page)
 
 
+@pytest.mark.rotated
 @pytest.mark.needs("chromium")
 def test_the_page_in_a_browser(runs: Path) -> None:
     done = zlaunch(runs, "report", "good/run", "bad/run", "-o", "both.html")

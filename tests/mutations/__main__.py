@@ -223,7 +223,16 @@ class Slot:
             self.original = path.read_bytes()
             _forget_compiled(path)
             path.write_text(mutated(mutation, self.original.decode()))
-        arguments = ["-q", "-m", "not exhaustive", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        arguments = [
+            "-q",
+            "-m",
+            "not exhaustive",
+            "--no-rotation",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
         arguments += ["--durations=0" if not mutation else "-x", f"--hypothesis-profile={PROFILE}", *tests]
         sys.stdout.flush()
         self.keeper = os.fork()

@@ -56,6 +56,7 @@ def test_family_has_the_error_of_plain_torch(family: str, pytestconfig: pytest.C
     assert len(results) == len(chosen)
 
 
+@pytest.mark.rotated
 def test_far_positions_in_bf16() -> None:
     """A fixed cell, for every turn: rounded buffers, sums or masters all show in it."""
     cell = Cell("llama", "bf16", 3, "plain")

@@ -24,8 +24,8 @@ GROUPS = {
         n for n, c in CASES.items() if c.world == 1 and c.zero and "disk" not in n and "stepping" not in n
     ],
     "disk": [n for n, c in CASES.items() if c.world == 1 and "disk" in n],
-    "on two": [n for n, c in CASES.items() if c.world == 2],
-    "on four": [n for n, c in CASES.items() if c.world == 4],
+    "2 ranks": [n for n, c in CASES.items() if c.world == 2],
+    "4 ranks": [n for n, c in CASES.items() if c.world == 4],
 }
 
 
@@ -74,7 +74,7 @@ def test_every_access_is_ordered_and_every_wait_is_meant(group: str) -> None:
     "groups",
     [
         pytest.param(("on the device", "host", "disk"), id="one rank", marks=pytest.mark.exhaustive),
-        pytest.param(("on two",), id="two"),
+        pytest.param(("2 ranks",), id="two"),
     ],
 )
 def test_some_cases_are_in_order(groups: tuple[str, ...], pytestconfig: pytest.Config) -> None:
@@ -131,11 +131,12 @@ def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path_factory: pyt
     library = built(tmp_path_factory)
     for world in {CASES[name].world for name in WITH_KERNELS}:
         names = [name for name in WITH_KERNELS if CASES[name].world == world]
+        twins = findings(names)
         ours = run("--kernels", str(library), *names, world=world)
         assert len(ours) == world * len(names)
         for number, found in enumerate(ours):
             name, rank = found["case"], number // len(names)
-            twin = results(next(group for group in GROUPS if name in GROUPS[group]))[name][rank]
+            twin = twins[name][rank]
             assert set(found["kernels"]) == WITH_KERNELS[name], (name, found)
             assert not found["races"] and not found["mixes"], found
             waits = {how for how in found["waits"] if "aside: " not in how}

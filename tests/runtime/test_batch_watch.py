@@ -150,6 +150,7 @@ def _train_all() -> dict[str, str]:
     }
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_ranks_with_the_same_batch_are_named_once() -> None:
     wanted = {"same": [("0, 1, 2 and 3", "3")], "two": [("1 and 3", "3")]}
@@ -175,6 +176,7 @@ def _train_all_in_groups() -> dict[str, str]:
     return {kind: _printed(_train_in_groups, kind) for kind in ("same", "own")}
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_groups_that_share_layers_count_as_one_rank() -> None:
     found = run_workers(_train_all_in_groups, 4)[0]
@@ -305,6 +307,7 @@ def _runs(folder: str, begin: int, count: int) -> dict[str, str]:
     return {kind: _printed(_run, f"{folder}/{kind}", kind, begin, count) for kind in KINDS}
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_data_that_restart_after_a_resume_are_reported_with_their_steps(tmp_path: Path) -> None:
     for printed in run_workers(_runs, 2, str(tmp_path), 0, 6)[0].values():

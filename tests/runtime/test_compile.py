@@ -66,6 +66,7 @@ def _train(case: str, backend: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_blocks_train_like_plain_torch(case: str) -> None:

@@ -530,6 +530,7 @@ def _train(folder: str, kind: str, batches: int) -> tuple[list[int], list[float]
     return seen, losses
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["shuffled", "weighted", "stream"])
 def test_the_scripts_own_loader_resumes_inside_an_epoch(tmp_path: Path, kind: str) -> None:
@@ -541,6 +542,7 @@ def test_the_scripts_own_loader_resumes_inside_an_epoch(tmp_path: Path, kind: st
     ], "to the bit"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("kind", ["shuffled", pytest.param("stream", marks=pytest.mark.exhaustive)])
 def test_an_epoch_goes_on_with_other_numbers_of_ranks(tmp_path: Path, kind: str) -> None:
     seen: Counter[int] = Counter()

@@ -51,6 +51,7 @@ def _drawn() -> list[str]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_is_drawn(world_size: int) -> None:
     """Dropout and data of the script would be others than without the engine."""

@@ -66,6 +66,7 @@ def _train_presets() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_a_plain_loop_trains_as_in_one_process() -> None:
     for errors in run_workers(_train_presets, 2):

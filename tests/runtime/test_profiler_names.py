@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch.profiler import ProfilerActivity, profile
 
 import zlaunch
@@ -20,6 +21,7 @@ def _names(offloaded: bool) -> set[str]:
     return {event.key for event in profiler.key_averages() if event.key.startswith("zlaunch::")}
 
 
+@pytest.mark.rotated
 def test_gathers_reductions_and_steps_have_names() -> None:
     for names in run_workers(_names, 2, False):
         assert {"zlaunch::gather root", "zlaunch::reduce layers.0", "zlaunch::step"} <= names

@@ -71,6 +71,7 @@ def _interrupted() -> list[str]:
     return wrong
 
 
+@pytest.mark.rotated
 def test_a_pass_that_was_interrupted_leaves_nothing_behind() -> None:
     assert run_workers(_interrupted, 1) == [[]]
 
@@ -174,6 +175,7 @@ def _alternating(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_a_gradient_is_not_replaced_while_a_step_reads_it(tmp_path: Path) -> None:
     assert run_workers(_alternating, 1, str(tmp_path)) == [[]]
@@ -236,6 +238,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("starter", "more"),

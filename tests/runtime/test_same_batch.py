@@ -109,6 +109,7 @@ def _said() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 def test_another_batch_is_found_before_the_step_in_any_pass() -> None:
     for found in run_workers(_said, 2):

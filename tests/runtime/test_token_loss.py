@@ -135,6 +135,7 @@ def _train_cases() -> list[tuple[float, list[float]]]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_every_token_counts_the_same() -> None:
     """The first micro-batch of rank 0 has no token at all: torch's mean of its losses is NaN."""
@@ -188,6 +189,7 @@ def _train_axes(family: str, parallel: dict[str, int], stage: int, count: int) -
     return model_parallel.distance(engine.module.state_dict(), wanted)
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)

@@ -81,6 +81,7 @@ def _errors() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_the_script_decides_how_many_passes_a_step_has() -> None:
     for found in run_workers(_errors, 2):
         assert len(found) == 7
@@ -184,6 +185,7 @@ def _never_step() -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.rotated
 def test_a_script_that_never_steps_is_told_once() -> None:
     first, other = run_workers(_never_step, 2)
     assert other == {name: ["", ""] for name in first}, "only rank 0 says it"

@@ -276,6 +276,7 @@ def _at_every_stage() -> dict[int, float]:
     return {stage: _several_forwards(stage) for stage in (0, 1, 2, 3)}
 
 
+@pytest.mark.rotated
 def test_several_forwards_and_backwards_in_one_step() -> None:
     for errors in run_workers(_at_every_stage, 2):
         assert {stage: error for stage, error in errors.items() if not error <= TOLERANCE} == {}

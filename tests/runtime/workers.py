@@ -29,6 +29,8 @@ _IMPORTED = [
     "torch",
     "torch._dynamo",
     "pytest",
+    "hypothesis",
+    "tests.needs",
     "zlaunch.runtime.api",
     "zlaunch.optim",
     "zlaunch.runtime.memory.fake_step",

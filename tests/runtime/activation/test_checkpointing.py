@@ -186,6 +186,7 @@ def _parameters() -> list[bool]:
     return same
 
 
+@pytest.mark.rotated
 def test_parameters_as_arguments() -> None:
     for same in run_workers(_parameters, 2):
         assert same == [True] * 4

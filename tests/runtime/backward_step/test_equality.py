@@ -98,6 +98,7 @@ def test_every_stage_optimizer_and_clipping_equals_plain_torch(world: int) -> No
         assert {name: each for name, each in found.items() if not each <= 1e-9} == {}
 
 
+@pytest.mark.rotated
 def test_it_does_so_over_gloo() -> None:
     cases = [case for case in CASES if case[1] == "AdamW"]
     for found in run_workers(_compare, 2, cases, env={"ZLAUNCH_SHARED_MEMORY": "0"}):

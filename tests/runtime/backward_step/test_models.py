@@ -174,6 +174,7 @@ def _resume(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_a_resumed_run_goes_on_with_the_norm_of_the_step_before(tmp_path: Path) -> None:
     for found in run_workers(_resume, 2, str(tmp_path)):
         assert {name: each for name, each in found.items() if not each <= TOLERANCE} == {}
@@ -244,6 +245,7 @@ def _tensor(world: int, clip: float) -> dict[str, Tensor]:
     return dict(engine.module.state_dict())
 
 
+@pytest.mark.rotated
 def test_layers_that_ranks_share() -> None:
     """Without the rule of the first step: the units of a rank are others there."""
     (wanted,) = run_workers(_tensor, 1, 1, 0.0)

@@ -237,6 +237,7 @@ def _load_damaged(folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.rotated
 def test_damage_that_one_rank_meets_is_every_ranks_error(tmp_path: Path) -> None:
     """With as many ranks it is met before anything is changed; with others half-way, and training refuses."""
     run_workers(_save_damaged, 2, str(tmp_path))

@@ -73,6 +73,7 @@ def _rounded(folder: str) -> list[bool]:
     return found
 
 
+@pytest.mark.rotated
 def test_masters_are_rounded_by_a_load_that_asks_for_the_weights_in_16_bits(tmp_path: Path) -> None:
     assert run_workers(_rounded, 2, str(tmp_path)) == [[True] * 10] * 2
 
@@ -273,6 +274,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.rotated
 def test_every_optimizer_goes_on_exactly(tmp_path: Path) -> None:
     pairs = [(name, "") for name in OPTIMIZERS]
     assert run_workers(_every_one_goes_on, 2, str(tmp_path), pairs, 6) == [[]] * 2

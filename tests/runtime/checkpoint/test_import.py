@@ -96,6 +96,7 @@ ON += [(f"stage{stage}-2", *other) for stage in (1, 2, 3) for other in ((1, 2), 
 """World sizes and stages to go on with."""
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_next_steps_are_those_that_deepspeed_made(tmp_path: Path, world: int) -> None:

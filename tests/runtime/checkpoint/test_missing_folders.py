@@ -219,6 +219,7 @@ def test_a_load_says_that_other_ranks_make_another_global_batch(tmp_path: Path) 
     assert "global batch" not in said
 
 
+@pytest.mark.rotated
 def test_the_global_batch_before_is_that_of_the_last_steps(tmp_path: Path) -> None:
     """Not the mean over steps with several sizes, and advice that can be followed."""
     run_workers(_steps_and_saves, 2, str(tmp_path), {})

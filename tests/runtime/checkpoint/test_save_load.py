@@ -183,6 +183,7 @@ def _reshard(names: list[str], folder: str, scratch: str) -> list[str]:
     return problems
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "grid",
@@ -295,6 +296,7 @@ def _losses(name: str, folder: str, scratch: str, first: int, last: int) -> list
     return (losses / world).tolist()
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_going_on_with_another_world_size(tmp_path: Path) -> None:
     (straight,) = run_workers(_losses, 1, "stage0", "", "", 0, 20)
@@ -563,6 +565,7 @@ def _alone(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.rotated
 def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
     assert run_workers(_nodes, 2, str(tmp_path)) == [[True] * 6] * 2
     for rank in (0, 1):

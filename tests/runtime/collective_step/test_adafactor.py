@@ -107,6 +107,7 @@ def _options() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 def test_the_options_do_what_they_do_in_plain_torch() -> None:
     for found in run_workers(_options, 2):
@@ -144,6 +145,7 @@ def _resume(folder: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
@@ -208,6 +210,7 @@ def _sparse() -> list[bool]:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 def test_rows_without_a_gradient_stay_finite() -> None:
     assert run_workers(_sparse, 2) == [[True] * 4] * 2
@@ -261,6 +264,7 @@ def _own_rate(folder: str) -> float:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 def test_a_run_resumes_whose_optimizer_computes_its_rate(tmp_path: Path) -> None:
     assert max(run_workers(_own_rate, 2, str(tmp_path))) <= TOLERANCE
@@ -306,6 +310,7 @@ def _resume_imported(folder: str, kind: str) -> float:
     return found
 
 
+@pytest.mark.rotated
 @needs_package("transformers")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", MAKERS)

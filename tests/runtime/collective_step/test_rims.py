@@ -117,6 +117,7 @@ def _branches() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_parameters_without_a_gradient_stay_as_they_are() -> None:
     for found in run_workers(_branches, 2):
         assert {name: each for name, each in found.items() if not each <= 1e-9} == {}

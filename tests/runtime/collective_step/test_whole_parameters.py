@@ -80,6 +80,7 @@ def _resume(folder: str, kind: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,6 +111,7 @@ def _options() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_the_options_of_lamb_do_what_they_say() -> None:
     for found in run_workers(_options, 2):
         assert {name: each for name, each in found.items() if not each <= TOLERANCE} == {}

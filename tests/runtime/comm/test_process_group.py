@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,6 +55,7 @@ print(dist.get_world_size(), total.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
+@pytest.mark.rotated
 def test_a_world_of_one_process_leaves_no_trace_in_the_environment() -> None:
     """Jobs that the process launches later get its environment: `lo` would keep their nodes apart."""
     env = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "RANK")}

@@ -24,6 +24,7 @@ from tests.runtime.workers import join, run_workers
 pytestmark = needs_package("transformers")
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

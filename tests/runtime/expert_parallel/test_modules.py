@@ -86,6 +86,7 @@ def _in_one_process(routing: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("routing", "expert", "tensor", "stage", "in_init"),

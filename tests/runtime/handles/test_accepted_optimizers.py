@@ -93,6 +93,7 @@ def _train(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_tensors_where_they_exist(world: int, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def _gan(way: str) -> dict[int, float]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["optimizer", "model", "engine"])
 def test_zero_grad_drops_gradients(way: str) -> None:

@@ -162,6 +162,7 @@ def _written(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_changes_in_place_reach_the_masters(world: int, tmp_path: Any) -> None:

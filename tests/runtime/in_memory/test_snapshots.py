@@ -79,6 +79,7 @@ def test_a_restart_goes_on_from_the_last_snapshot(stage: int, tmp_path: Path) ->
         assert losses == whole[rank][8:]
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -92,6 +93,7 @@ def test_a_lost_node_s_part_comes_from_its_neighbour(stage: int, lost: int, tmp_
         assert losses == whole[rank][8:]
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fewer_nodes_go_on_from_what_they_have(stage: int, tmp_path: Path) -> None:
@@ -173,6 +175,7 @@ def _without_room(folder: str) -> tuple[str, list[float]]:
     return out.getvalue(), losses
 
 
+@pytest.mark.rotated
 def test_where_a_node_has_no_room_for_a_copy_the_snapshot_before_stays(tmp_path: Path) -> None:
     said, losses = zip(*run_workers(_without_room, 2, str(tmp_path)), strict=True)
     assert said[0].count("in-memory snapshot failed, training continues: rank 1: ") == 1 and not said[1]
@@ -211,6 +214,7 @@ def _saved(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.rotated
 def test_a_damaged_snapshot_is_left_for_the_disk_s(tmp_path: Path) -> None:
     run_workers(_saved, 2, str(tmp_path))
     run_workers(_first, 2, str(tmp_path), [0, 0], 2)
@@ -219,6 +223,7 @@ def test_a_damaged_snapshot_is_left_for_the_disk_s(tmp_path: Path) -> None:
     assert said == [f"{tmp_path}/disk/global_step3 3 {count}" for count in (1, 0)]
 
 
+@pytest.mark.rotated
 def test_a_damaged_snapshot_holds_up_one_restart(tmp_path: Path) -> None:
     run_workers(_first, 2, str(tmp_path), [0, 0], 2)
     _damage(tmp_path)

@@ -115,6 +115,7 @@ def test_the_choice_for_a_size_of_gpu_is_the_right_one(tmp_path: Path) -> None:
     assert right >= 0.95 * CAPS
 
 
+@pytest.mark.rotated
 def test_what_cannot_be_estimated_is_refused(tmp_path: Path) -> None:
     """The experts of Mixtral are computed in bf16 alone on fake tensors; an LSTM keeps what nobody sees."""
     with pytest.raises(MemoryPlanError, match="lstm: zlaunch cannot estimate the activations"):

@@ -59,6 +59,7 @@ def _count(stage: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_plan_counts_what_there_is_after_a_step(stage: int) -> None:

@@ -47,6 +47,7 @@ def _errors(per_node: int, meshes: list[dict[str, Any]]) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("world", "per_node", "meshes", "env"),
     [

@@ -46,6 +46,7 @@ def _bytes(mesh: str, zero: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "zero", "wanted"),

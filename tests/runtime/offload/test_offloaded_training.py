@@ -263,6 +263,7 @@ def _overflow(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotated
 def test_an_overflow_leaves_the_state_untouched(tmp_path: Path) -> None:
     assert run_workers(_overflow, 1, str(tmp_path)) == [[]]
 
@@ -429,6 +430,7 @@ train_engine(engine, batches(1, 12))
 """
 
 
+@pytest.mark.rotated
 def test_kill_in_the_middle_of_a_step_and_restart(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(root)], timeout=LIMIT_S)

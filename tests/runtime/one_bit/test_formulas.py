@@ -97,6 +97,7 @@ def _follow() -> dict[str, tuple[float, int]]:
     return found
 
 
+@pytest.mark.rotated
 def test_each_step_is_that_of_the_paper() -> None:
     for found in run_workers(_follow, 2):
         assert {name: worst for name, (worst, _) in found.items() if not worst <= TOLERANCE} == {}

@@ -60,6 +60,7 @@ def _train(accumulation: int) -> tuple[float, float, int, int]:
     return apart, together, in_signs, exchanges
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (2, 1), (2, 3), (3, 1)])
 def test_steps_are_those_of_the_paper(world: int, accumulation: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -138,6 +139,7 @@ def _count_without_a_part() -> None:
     engine.destroy()
 
 
+@pytest.mark.rotated
 def test_counters_in_groups_are_kept_through_steps_saves_and_loads(tmp_path: Path) -> None:
     for found in run_workers(_follow, 2, str(tmp_path)):
         assert {name: error for name, error in found.items() if not error <= 1e-9} == {}

@@ -181,6 +181,7 @@ FOLLOWED = [
 ]
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "state", "masters", "stage", "offload", "world"), FOLLOWED)
 def test_steps_follow_the_algorithm(

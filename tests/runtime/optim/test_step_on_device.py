@@ -68,6 +68,7 @@ def _compare(section: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("section", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("world", [1, 2])

@@ -156,6 +156,7 @@ def _compare(found: dict[Any, tuple[float, float]]) -> None:
         assert error < 2e-4 and error < 0.1 * without, (case, error, without)
 
 
+@pytest.mark.rotated
 def test_training_is_plain_torch_under_autocast() -> None:
     for found in run_workers(_all, 2, KINDS, BF16, [0, 3]):
         _compare(found)

@@ -95,6 +95,7 @@ def _train_with(kind: str, sequence: int, changes: dict[str, Any], recomputes: b
     return train(engine, **inputs)
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "has_cache"), [("packed", False), ("packed", True), ("padded", False)])

@@ -163,6 +163,7 @@ def _peak(parallel: dict[str, int], section: dict[str, Any]) -> tuple[int, float
     return activations.peak, loss.item()
 
 
+@pytest.mark.rotated
 def test_memory_of_long_sequences_is_a_third() -> None:
     (plain, wanted), *_ = run_workers(_peak, 1, {}, {})
     every = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 64, "enabled": True}

@@ -38,6 +38,7 @@ PACKED = {"patterns": [r".*\.gate_up_proj\.weight$"], "shape": [2, -1], "partiti
 DOWN = {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     ("family", "specs"), [("qwen3", [COLUMNS, ROWS, SUMMED]), ("phi3", [PACKED, DOWN])], ids=["qwen3", "phi3"]
@@ -47,6 +48,7 @@ def test_deepspeeds_partition_config(family: str, specs: list[dict[str, Any]]) -
     assert_equals_one_process([family], 2, [1, 3], {"tensor": 2}, tensor_parallel=section)
 
 
+@pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ def _passes() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_passes_that_begin_elsewhere() -> None:
     for found in run_workers(_passes, 2):
         assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
@@ -352,6 +353,7 @@ def _transforms() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_transforms_inside_a_forward_pass() -> None:
     for found in run_workers(_transforms, 2, env={"ZLAUNCH_SAVED_TENSOR_HOOKS": "0"}):
         assert {kind: error for kind, error in found.items() if not error <= TOLERANCE} == {}

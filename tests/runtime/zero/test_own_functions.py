@@ -131,6 +131,7 @@ def _functions() -> dict[str, float]:
     return found
 
 
+@pytest.mark.rotated
 def test_a_function_gathers_the_parameter_that_it_has_saved() -> None:
     for found in run_workers(_functions, 2):
         assert {case: error for case, error in found.items() if not error <= TOLERANCE} == {}

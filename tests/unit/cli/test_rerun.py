@@ -90,6 +90,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return Scene(tmp_path, capsys)
 
 
+@pytest.mark.rotated
 def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     shown = f"cd {scene.folder}\nzlaunch --num_gpus 2 train.py --seed 1\n"
     assert scene.rerun() == (0, shown, "")
@@ -108,6 +109,7 @@ def test_the_same_command_in_the_same_folder(scene: Scene) -> None:
     assert code == 2 and "--dry_run goes before RUN" in err
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "flag", ["--run_dir", "--enable-each-rank-log", "--log_dir", "--log-dir", "--log_di"]
@@ -257,6 +259,7 @@ def test_folders_of_runs_are_no_code(scene: Scene) -> None:
     assert scene.warnings() == []
 
 
+@pytest.mark.rotated
 def test_what_a_diff_does_not_have_is_said(scene: Scene) -> None:
     assert scene.warnings(git={**scene.record["git"], "diff_is_cut": True}) == [
         "uncommitted changes not compared after the first 10 MB"

@@ -96,6 +96,7 @@ keys = sorted(Config.model_fields)
 fast = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.rotated
 @fast
 @given(valid, st.integers(1, 64), st.one_of(st.none(), st.integers(1, 20_000)))
 def test_valid_configs_load_and_settle(source: dict[str, Any], world: int, hidden: int | None) -> None:
@@ -145,6 +146,7 @@ def test_one_mistake_is_found_and_named(source: dict[str, Any], data: st.DataObj
         raise AssertionError(f"accepted {key} = {target[key]!r}")
 
 
+@pytest.mark.rotated
 @fast
 @given(valid, st.data())
 def test_junk_never_raises_anything_else(source: dict[str, Any], data: st.DataObject) -> None:
@@ -162,6 +164,7 @@ def test_junk_never_raises_anything_else(source: dict[str, Any], data: st.DataOb
         str(error).encode()
 
 
+@pytest.mark.rotated
 @fast
 @given(junk)
 def test_junk_as_a_section_or_as_the_source(value: Any) -> None:
@@ -185,6 +188,7 @@ def test_any_text_as_a_file(tmp_path_factory: pytest.TempPathFactory, text: str)
             pass
 
 
+@pytest.mark.rotated
 @fast
 @given(
     st.recursive(

@@ -41,6 +41,7 @@ def compiled(nvrtc: Any, text: str, defines: tuple[str, ...], arch: str) -> byte
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", COMBINATIONS)

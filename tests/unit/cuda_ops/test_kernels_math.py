@@ -222,6 +222,7 @@ Kernels = CpuKernels
 STEPS = pytest.mark.parametrize("compare", [compare_adam, compare_sgd, compare_lion])
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(1)
 @STEPS
 @pytest.mark.parametrize("numel", SIZES)

@@ -214,6 +214,7 @@ def test_the_number_of_threads_changes_no_bit(numel: int, threads: int, dtype: t
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 
+@pytest.mark.rotated
 def test_numbas_casts_of_every_half() -> None:
     pytest.importorskip("numba")
     from zlaunch.cuda_ops import host_kernels
@@ -399,6 +400,7 @@ def test_what_stands_in_the_way_of_cupy(
     assert extra in loader.obstacle.__wrapped__()
 
 
+@pytest.mark.rotated
 def test_importing_loads_neither_cupy_nor_numba() -> None:
     code = "import sys, zlaunch.cuda_ops.step, zlaunch.cuda_ops.norm, zlaunch.cuda_ops.quantize\n"
     code += "print({'cupy', 'numba'} & set(sys.modules))"

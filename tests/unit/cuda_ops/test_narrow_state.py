@@ -142,6 +142,7 @@ def test_entries(kind: str) -> None:
 # -- rounding at random
 
 
+@pytest.mark.rotated
 def test_the_mean_is_right_and_what_fits_stays() -> None:
     values = torch.tensor([1.001, -3.3e-5, 7e8, 1.0, -0.0, 2.0**-130])
     total = torch.zeros(6, dtype=torch.float64)

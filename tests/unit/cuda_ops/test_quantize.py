@@ -148,6 +148,7 @@ def compare_quantize(
 # -- here, on the CPU
 
 
+@pytest.mark.rotated
 @pytest.mark.sampled(2)
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -175,6 +176,7 @@ def test_the_cpu_gives_the_bits_of_the_twins(
     compare_quantize("cpu", dtype, bits, block, 2048, offset=3)
 
 
+@pytest.mark.rotated
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=64, max_size=64),
@@ -291,6 +293,7 @@ def test_an_overflow_of_the_sum_with_the_error_is_seen(way: str, bits: int) -> N
     assert bool(unpacked(found, bits, given).isnan().all()) and bool((error == 3e38).all())
 
 
+@pytest.mark.rotated
 @given(
     st.lists(st.floats(-1, 1, width=32), min_size=32, max_size=32),
     st.sampled_from([0.0, 0.5, 0.8]),

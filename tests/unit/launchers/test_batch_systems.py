@@ -47,7 +47,8 @@ def test_a_launch_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = tmp_path / "nodes"
-    nodes.write_text("n1\nn1\nn2\nn2\n")
+    # not "n2", which may be in the path of the interpreter
+    nodes.write_text("first-host\nfirst-host\nother-host\nother-host\n")
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PBS_NODEFILE", str(nodes))
@@ -55,6 +56,6 @@ def test_a_launch_takes_them(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["--dry_run", "--num_gpus=2", "train.py"]) == 0
     shown = capsys.readouterr().out
-    assert "n1" in shown and "n2" in shown
+    assert "first-host" in shown and "other-host" in shown
     assert main(["--dry_run", "--launcher=local", "--num_gpus=1", "train.py"]) == 0
-    assert "n2" not in capsys.readouterr().out
+    assert "other-host" not in capsys.readouterr().out

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.mutations.__main__ import mutated, mutations
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.rotated
 def test_every_mutation_fits_the_source() -> None:
     """The text to replace occurs once, the new one differs, and Python still compiles the file."""
     found = mutations()

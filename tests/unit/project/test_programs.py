@@ -56,7 +56,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, free: int, is_eno
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     lines = missing_space()
     assert bool(lines) is not is_enough
-    assert is_enough or f"14 GB on the disk of {Path.cwd()} (14 GB are free" in lines[0]
+    assert is_enough or f"19 GB on the disk of {Path.cwd()} (19 GB are free" in lines[0]
 
 
 def item(*names: str, fixtures: tuple[str, ...] = ()) -> Any:

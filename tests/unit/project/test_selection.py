@@ -65,6 +65,15 @@ def test_whole(number): pass
 @pytest.mark.parametrize("number", range(12))
 def test_sampled(number): pass
 
+@pytest.mark.rotated
+@pytest.mark.parametrize("number", range(12))
+def test_rotated(number): pass
+
+@pytest.mark.rotated
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(12))
+def test_both(number): pass
+
 def test_always(): pass
 """
 
@@ -96,9 +105,14 @@ def test_the_quarters_of_four_turns_are_all_exhaustive_cases(pytester: pytest.Py
     sampled = {f"test_sampled[{number}]" for number in range(12)}
     assert short["test_always"] == TURNS and "test_always" not in quarters
     assert quarters.keys() >= whole and short.keys() & whole == set()
-    assert quarters.keys() | short.keys() == {*whole, *sampled, "test_always"}
+    rotated = {f"{name}[{number}]" for name in ("test_rotated", "test_both") for number in range(12)}
+    assert quarters.keys() | short.keys() == {*whole, *sampled, *rotated, "test_always"}
     assert set(quarters.values()) == {1}, "no case runs in two quarters"
     assert len(short.keys() & sampled) == TURNS
+    assert all(short[name] + quarters[name] == 1 for name in rotated)
+    assert {name for name in rotated if short[name]} >= {f"test_rotated[{number}]" for number in range(12)}
+    unrotated = collect(pytester, "--no-rotation", "-m", "not exhaustive")
+    assert sum(name.startswith("test_rotated") for name in unrotated) == 12
 
 
 @pytest.mark.exhaustive

@@ -242,6 +242,7 @@ words = st.text(
 ) | st.text(alphabet="a '\"$`\\\n!*~;&|<>(){}#-=", max_size=12)
 
 
+@pytest.mark.rotated
 @settings(max_examples=40)
 @given(st.lists(words.filter(lambda word: "\r\n" not in word), max_size=12))
 def test_arguments_survive_bash(stand_in: Path, args: list[str]) -> None:

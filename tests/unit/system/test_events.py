@@ -18,6 +18,7 @@ TEXTS = st.text(alphabet=st.characters())
 EVENTS = st.lists(st.fixed_dictionaries({"type": TEXTS, "values": st.dictionaries(TEXTS, st.integers())}))
 
 
+@pytest.mark.rotated
 @given(EVENTS, st.data())
 def test_however_a_stream_is_cut_the_events_are_the_same(
     sent: list[dict[str, Any]], data: st.DataObject
@@ -34,6 +35,7 @@ def test_however_a_stream_is_cut_the_events_are_the_same(
 OUTPUT = st.tuples(st.integers(0, 999), st.sampled_from(["stdout", "stderr"]), st.binary(max_size=50))
 
 
+@pytest.mark.rotated
 @given(st.lists(EVENTS | OUTPUT), st.data())
 def test_however_an_agent_s_stream_is_cut_output_is_the_same(sent: list[Any], data: st.DataObject) -> None:
     stream = b""
