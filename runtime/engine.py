@@ -37,7 +37,7 @@ from .precision import explained as explained_dtypes
 from .step_losses import StepLosses
 from .zero import placeholder
 from .zero.hooks import ShardedModel
-from .zero.placeholder import GRADIENTS, VALUES
+from .zero.placeholder import GRADIENTS, STATES, VALUES, check_on_device
 from .zero.saved_tensors import explained
 from .zero.tensors import tensors_in
 from .zero.unit import Unit
@@ -129,6 +129,8 @@ class Engine(nn.Module):
         self._precision = precision
         self._scaler = scaler
         self._effective = effective
+        self.averaging = Averaging.of(effective.config, sharded.comm.mesh)
+        """Holds the factors that losses and gradients are divided by."""
         self._skipped_steps = 0
         self._result: StepResult | None = None
         """Keeps the last step's result; on a GPU its numbers are fetched when they are needed."""
@@ -321,6 +323,7 @@ class Engine(nn.Module):
         sizes = dict(zip(names, (train, micro, accumulation), strict=True))
         config = self._effective.config.model_copy(update=sizes)
         self._effective = replace(self._effective, config=config)
+        self.averaging = Averaging.of(config, self.comm.mesh)
         self._prepare_pass()
 
     def take_batch_size_of_loader(self) -> None:
@@ -599,11 +602,6 @@ class Engine(nn.Module):
         parts = [first[position] for position in range(mesh.samples)]
         return torch.cat(parts) if kept is None else torch.stack(parts, dim=1).flatten(0, 1)[:kept]
 
-    @property
-    def averaging(self) -> Averaging:
-        """Return the factors that losses and gradients are divided by, as of now."""
-        return Averaging.of(self._effective.config, self.comm.mesh)
-
     # -- the last step
 
     @property
@@ -703,7 +701,7 @@ class Engine(nn.Module):
     def _before_forward(self) -> None:
         """Run before each forward pass of the model, also of one that the script calls without the engine."""
         self._method.before_forward()
-        self._states.check("a forward pass", VALUES)
+        self._check_states("a forward pass", VALUES)
         self.handles.take_unfrozen()
 
     def backward(
@@ -752,7 +750,8 @@ class Engine(nn.Module):
             finally:
                 self._sharded.loss_scaling.end()
             self._note_loss(loss, passes, is_share=not scale_wrt_gas, tokens=tokens)
-            self._missing_step.note_backward(self.gradient_accumulation_steps(), is_first=not passes)
+            if self._missing_step.is_watched:
+                self._missing_step.note_backward(self.gradient_accumulation_steps(), is_first=not passes)
             return loss
 
     def scale(self, loss: Tensor, *, num_tokens: int | Tensor | None = None) -> Tensor:
@@ -1289,7 +1288,11 @@ class Engine(nn.Module):
         """
         self._check_alive()
         self._schedule.check_passes()
-        self._states.check(call, *needed)
+        self._check_states(call, *needed)
+
+    def _check_states(self, call: str, *needed: str) -> None:
+        if offloaded := self._states.offloaded_states:
+            check_on_device(offloaded, needed or STATES, call)
 
     def _check_alive(self) -> None:
         if self._destroyed:

@@ -23,21 +23,20 @@ class MissingStep:
     """Counts the backward passes of an engine that has not been stepped yet."""
 
     def __init__(self, *, is_watched: bool) -> None:
-        self._is_watched = is_watched
+        self.is_watched = is_watched
+        """Tells whether passes are to be noted: neither has the script stepped, nor has it been warned."""
         self._passes = 0
         self._accumulation = 1
         self._process = os.getpid()
 
     def trust(self) -> None:
         """Stop watching: the script steps, or decides about steps and gradients itself."""
-        self._is_watched = False
+        self.is_watched = False
 
     def note_backward(self, accumulation: int, *, is_first: bool) -> None:
         """Count a pass of a step of ``accumulation`` micro-batches; ``is_first``: there are no gradients yet,
         or the script has dropped them.
         """
-        if not self._is_watched:
-            return
         if is_first:
             self._passes = 0
         if self._passes >= max(_SURE_PASSES, 2 * accumulation):
@@ -49,12 +48,12 @@ class MissingStep:
         """Warn at the end of the engine or the process, unless an exception ends it."""
         has_failed = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
         is_fork = os.getpid() != self._process  # such as a worker of a DataLoader
-        if self._is_watched and self._passes > self._accumulation and not (has_failed or is_fork):
+        if self.is_watched and self._passes > self._accumulation and not (has_failed or is_fork):
             self._warn()
-        self._is_watched = False
+        self.is_watched = False
 
     def _warn(self) -> None:
-        self._is_watched = False
+        self.is_watched = False
         warn(
             f"engine.backward() was called {self._passes} times and engine.step() never, so nothing was "
             f"trained (gradient_accumulation_steps {self._accumulation}): call engine.step() after each "

@@ -46,6 +46,8 @@ LEFT_OUT = (
     "--ignore=tests/unit/ui/test_command.py",  # needs the web server, as the next
     "--ignore=tests/unit/ui/test_pages.py",
     "--ignore=tests/unit/view/test_screen.py",  # needs pyte
+    "--ignore=tests/unit/data/test_torchdata.py",
+    "--deselect=tests/unit/data/test_marks.py::test_streams_of_hugging_face",
     # need accelerate and the Hub's client
     "--deselect=tests/unit/cli/test_torchrun_flags.py::test_the_variables_of_fsdp_are_those_of_accelerates_launcher",
     "--deselect=tests/unit/cli/test_torchrun_flags.py::test_accelerates_options_of_fsdp_are_all_known",

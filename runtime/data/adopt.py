@@ -60,10 +60,18 @@ def check_data(data: Any, batch_size: Any, shuffle: Any, num_workers: Any) -> No
 def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource:
     """Return what a DataLoader of the script reads, all of it, on the data-parallel ``rank`` of ``ranks``.
 
-    A shuffle keeps the seed of its generator, and a DistributedSampler its own seed. Raises ParameterError
-    for a loader whose class or sampler splits the samples between the ranks.
+    A shuffle keeps the seed of its generator, and a DistributedSampler its own seed. torchdata's
+    StatefulDataLoader counts as torch's DataLoader: checkpoints of the engine have its position. Raises
+    ParameterError for a loader whose class or sampler splits the samples between the ranks, and for a state
+    that the script has loaded into a StatefulDataLoader.
     """
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if _is_torchdatas(loader, "StatefulDataLoader"):
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise ParameterError(
+                "engine.dataloader: a state was loaded into the StatefulDataLoader, but the position comes "
+                "from the checkpoint that the engine loads: leave out loader.load_state_dict()"
+            )
+    elif type(loader).__iter__ is not DataLoader.__iter__:
         raise ParameterError(
             f"engine.dataloader: {type(loader).__name__} overrides DataLoader.__iter__, so its order is "
             "unknown: pass the dataset, or a plain DataLoader"
@@ -91,7 +99,8 @@ def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource
     if isinstance(loader.dataset, IterableDataset):
         return found
     batches: Any = loader.batch_sampler
-    if batches is not None and type(batches) is not BatchSampler:
+    is_plain = type(batches) is BatchSampler or _is_torchdatas(batches, "BatchSampler")
+    if batches is not None and not is_plain:
         _refuse_shared(batches)
         _refuse_shared(getattr(batches, "sampler", None))
         return replace(found, batch_size=None, batch_sampler=batches)
@@ -99,16 +108,24 @@ def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource
         # A BatchSampler that the script has made itself leaves its sizes to the loader's None.
         found = replace(found, batch_size=batches.batch_size, drop_last=batches.drop_last)
     sampler: Any = loader.sampler if batches is None else batches.sampler
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler or _is_torchdatas(sampler, "StatefulDistributedSampler"):
         return _of_distributed(found, sampler, rank, ranks)
     if type(sampler) is SequentialSampler:
         return found
-    is_plain = type(sampler) is RandomSampler and not sampler.replacement
-    if is_plain and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        own = sampler.generator
+    is_shuffle = type(sampler) is RandomSampler or _is_torchdatas(sampler, "RandomSampler")
+    is_whole = is_shuffle and not sampler.replacement
+    if is_whole and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        # torchdata's sampler makes a generator where the script gives none: each rank another one
+        own = sampler.generator if type(sampler) is RandomSampler else loader.generator
         return replace(found, shuffle=True, seed=None if own is None else own.initial_seed())
     _refuse_shared(sampler)
     return replace(found, sampler=sampler)
+
+
+def _is_torchdatas(value: Any, name: str) -> bool:
+    """Tell whether this is a class of torchdata, which need not be installed."""
+    kind = type(value)
+    return kind.__name__ == name and kind.__module__.startswith("torchdata.stateful_dataloader")
 
 
 def _of_distributed(found: DataSource, sampler: DistributedSampler[Any], rank: int, ranks: int) -> DataSource:

@@ -26,10 +26,23 @@ class Draws:
     """Holds generators of torch (on the CPU), Python and numpy, which begin with a seed."""
 
     def __init__(self, seed: int) -> None:
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
         self._torch = torch.Generator().manual_seed(seed % LARGEST_SEED).get_state()
         self._python = random.Random(seed).getstate()
         # numpy takes 36 us to copy a state, and nothing to change the generator.
         self._numpy = numpy.random.MT19937(numpy.random.SeedSequence(seed % _LARGEST_NUMPY))
+
+    def begin_anew(self, seed: int) -> None:
+        """Go on with another seed, within :meth:`active`."""
+        self._begin(seed)
+        self._activate()
+
+    def _activate(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -37,9 +50,7 @@ class Draws:
         torchs = torch.get_rng_state()
         pythons = random.getstate()
         numpys = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        numpy.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
+        self._activate()
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ from torch.utils.data._utils.collate import default_collate, default_convert
 from ..errors import ParameterError
 from ..log import warn
 from .draws import LARGEST_SEED
+from .marks import Mark
 from .order import Given, SampleOrder, Shuffled
 from .same_order import SameOrder, digest
 from .stream import CollatedWithNote, StreamShare
@@ -109,6 +110,8 @@ class EngineLoader:
         self._order: SampleOrder | None = None
         self._units: _Units | None = None
         self._stream: StreamShare | None = None
+        self._mark: Mark | None = None
+        """Is a place before this position where the stream can be continued."""
         arguments = (options or LoaderOptions()).arguments()
         # Seeds the worker processes. torch's default would draw from the generator that the model uses.
         self._generator = torch.Generator()
@@ -223,6 +226,7 @@ class EngineLoader:
         if not (self._has_resumed or self._was_look()):
             self._resumed = 0
             self._saved_first = None
+            self._mark = None
             self.epoch += 1
         self._has_resumed = False
         self._begun_at = None if self._clock is None else self._clock()
@@ -242,17 +246,19 @@ class EngineLoader:
             self._first = self._units.first
             return self._counted(batches)
         assert self._stream is not None
-        self._stream.begin(self.epoch - 1, self._resumed)
-        return self._counted(self._without_notes(iter(self.loader)))
+        self._stream.begin(self.epoch - 1, self._resumed, self._mark)
+        return self._counted(self._without_notes(iter(self.loader), self._passes))
 
-    def _without_notes(self, noted: Iterator[tuple[Any, int | None]]) -> Iterator[Any]:
-        for batch, first in noted:
+    def _without_notes(self, noted: Iterator[tuple[Any, int | None, Mark | None]], own: int) -> Iterator[Any]:
+        for batch, first, mark in noted:
             if self._first is not None and first != self._first:
                 raise ParameterError(
                     f"{self.name}: worker processes read different orders, but each keeps its share of one: "
                     "seed the stream's shuffle"
                 )
             self._first = first
+            if mark is not None and own == self._passes:
+                self._mark = mark
             yield batch
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -305,6 +311,7 @@ class EngineLoader:
         found |= {"first": self._first, "length": self._length()}
         if self._stream is not None:
             found["ranks"] = self._ranks  # "first" identifies as many samples
+            found["mark"] = self._mark.as_dict() if units and self._mark is not None else None
         return {**found, "drawn": self._order.drawn} if isinstance(self._order, Shuffled) else found
 
     def _length(self) -> int | None:
@@ -334,6 +341,8 @@ class EngineLoader:
         self._begun_at = None
         self._passes += 1
         self.taken = 0
+        mark = state.get("mark") if units else None
+        self._mark = None if mark is None else Mark.of(mark)
         is_comparable = state.get("ranks", self._ranks) == self._ranks
         self._saved_first = state.get("first") if units and is_comparable else None
         if isinstance(self._order, Shuffled) and units:

@@ -12,6 +12,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..log import warn
 from .draws import Draws
+from .marks import DISTANCE, Mark, MarkedStream, can_mark
 from .order import shared_out
 from .same_order import digest
 
@@ -41,15 +42,37 @@ class StreamShare(IterableDataset[Any]):
         self._drop_last = drop_last
         self._seed = seed
         # In shared memory: worker processes that live on hear of the next epoch.
-        self._where = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._where = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._mark: Mark | None = None
+        """Is where the next pass may begin to read."""
+        self._marks_set = 0
+        """Numbers the mark; a worker process that lives on has an older one."""
+        self._unread: Any = stream.state_dict() if can_mark(stream) else None  # type: ignore[attr-defined]
+        """Is the stream's state before it is read."""
+        self._was_moved = False
+        """Records that a state was loaded into the stream of this process."""
+        self._marks: MarkedStream | None = None
         self.first: int | None = None
         """Identifies the first samples of the stream, once they were read in this process."""
 
-    def begin(self, epoch: int, start: int) -> None:
-        """Set the epoch, and how many samples of all ranks the next pass leaves out."""
+    def begin(self, epoch: int, start: int, mark: Mark | None = None) -> None:
+        """Set the epoch, and how many samples of all ranks the next pass leaves out. ``mark``: where the
+        stream may be continued instead of read from its beginning.
+        """
         self._where[0] = epoch
         self._where[1] = start
+        self._mark = mark
+        self._marks_set += 1
+        self._where[2] = self._marks_set
         self._set_epoch(epoch)
+
+    def take_mark(self) -> Mark | None:
+        """Return the last mark of the stream that this process has read, if it is a new one."""
+        if self._marks is None:
+            return None
+        mark = self._marks.mark
+        self._marks.mark = None
+        return mark
 
     def _set_epoch(self, epoch: int) -> None:
         # Hugging Face's streams add to a number in shared memory: worker processes that all set it at once
@@ -59,28 +82,60 @@ class StreamShare(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, start = self._where.tolist()
+        epoch, start, marks_set = self._where.tolist()
         self._set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return self._share(Draws(self._seed + epoch), start, worker, workers)
+        mark = self._mark if marks_set == self._marks_set else None
+        return self._share(epoch, start, mark, worker, workers)
 
-    def _share(self, draws: Draws, start: int, worker: int, workers: int) -> Iterator[Any]:
-        samples = _told_of_no_workers(self._stream)
+    def _share(self, epoch: int, start: int, mark: Mark | None, worker: int, workers: int) -> Iterator[Any]:
+        warns = worker == 0 and self._rank == 0
+        draws, everything = self._begun(epoch)
         with draws.active():
-            begun = list(islice(samples, self._ranks))  # what fills up the last batch of all ranks
+            begun = list(islice(everything, self._ranks))  # what fills up the last batch of all ranks
         self.first = digest(begun) if begun else None
-        everything = chain(begun, samples)
+        everything = chain(begun, everything)
+        skipped = 0
+        if mark is not None and mark.position + DISTANCE <= start:
+            behind = self._behind(mark, warns=warns)
+            if behind is None:
+                draws, everything = self._begun(epoch)
+            else:
+                everything = behind
+                skipped = mark.position + DISTANCE
         with draws.active():
-            left_out = sum(1 for _ in islice(everything, start))
-        if left_out < start and worker == 0 and self._rank == 0:
+            skipped += sum(1 for _ in islice(everything, start - skipped))
+        if skipped < start and warns:
             warn(
-                f"{type(self._stream).__name__} ends after {left_out} samples, before the position of the "
+                f"{type(self._stream).__name__} ends after {skipped} samples, before the position of the "
                 f"checkpoint, {start}: nothing is left of this epoch"
             )
         for number, block in enumerate(draws.blocks(everything, self._step_samples)):
             if number % workers == worker:
                 yield from shared_out([block], begun, self._rank, self._ranks, self._drop_last)
+
+    def _begun(self, epoch: int) -> tuple[Draws, Iterator[Any]]:
+        """Begin to read the stream at its beginning; return its draws as well."""
+        if self._was_moved:
+            self._stream.load_state_dict(self._unread)  # type: ignore[attr-defined]
+            self._was_moved = False
+        draws = Draws(self._seed + epoch)
+        self._marks = MarkedStream(self._stream, draws, self._seed + epoch)
+        return draws, self._marks.read(_told_of_no_workers(self._stream))
+
+    def _behind(self, mark: Mark, *, warns: bool) -> Iterator[Any] | None:
+        """Return the samples behind a mark; None where the stream cannot be continued there."""
+        assert self._marks is not None
+        self._was_moved = True
+        behind = self._marks.continue_at(mark, lambda: _told_of_no_workers(self._stream))
+        if behind is None and warns:
+            warn(
+                f"{type(self._stream).__name__} yields other samples after load_state_dict than before "
+                "state_dict (one of Hugging Face does so behind a shuffle buffer): it is read from its "
+                f"beginning up to the position of the checkpoint"
+            )
+        return behind
 
 
 def _told_of_no_workers(stream: IterableDataset[Any]) -> Iterator[Any]:
@@ -101,11 +156,13 @@ def _told_of_no_workers(stream: IterableDataset[Any]) -> Iterator[Any]:
 
 
 class CollatedWithNote:
-    """Collates samples, and gives the note of the stream that this process has read with each batch."""
+    """Collates samples, and gives notes of the stream that this process has read with each batch: what
+    identifies its order, and its last mark, if that is a new one.
+    """
 
     def __init__(self, stream: StreamShare, collate_fn: Callable[[Any], Any]) -> None:
         self._stream = stream
         self._collate_fn = collate_fn
 
-    def __call__(self, samples: Any) -> tuple[Any, int | None]:
-        return self._collate_fn(samples), self._stream.first
+    def __call__(self, samples: Any) -> tuple[Any, int | None, Mark | None]:
+        return self._collate_fn(samples), self._stream.first, self._stream.take_mark()

@@ -27,7 +27,6 @@ from ..zero.placeholder import (
     STATES,
     VALUES,
     UnitState,
-    check_on_device,
 )
 from .transfer import HostLink
 
@@ -86,11 +85,6 @@ class StateMover:
         """Names the states that are off the device."""
         self._moved: dict[int, _Moved] = {}
         self._links: dict[bool, HostLink] = {}
-
-    def check(self, what: str, *needed: str) -> None:
-        """Raise OffloadedError if a state that ``what`` needs (any, where none is named) is moved."""
-        if self.offloaded_states:
-            check_on_device(self.offloaded_states, needed or STATES, what)
 
     def move(self, include: Container[str] | None, device: Any, *, pin: bool, non_blocking: bool) -> None:
         """Move the states that ``include`` names, all for None, except those that are off the device already;

@@ -17,6 +17,8 @@ from tests.compat.test_engine import GIVEN, _deepspeed
 from tests.runtime.models import batches, loss_of, net
 from tests.runtime.workers import join, run_workers
 
+DATA = Path(__file__).resolve().parents[1] / "data"
+
 
 @pytest.mark.parametrize(
     ("name", "advice"),
@@ -84,6 +86,25 @@ def test_names_that_are_not_here(deepspeed: Any) -> None:
 
     assert Layer.own == 3 and issubclass(Layer, missing)
     assert elasticity_enabled({"elasticity": {"enabled": True}}) and not elasticity_enabled({})
+
+
+def test_files_of_deepspeeds_checkpoints(deepspeed: Any, tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_model_state_files, get_optim_files
+
+    saved = DATA / "deepspeed_checkpoints"
+    stage3 = str(saved / "stage3-2" / "tag")
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
+    assert [Path(file).name for file in get_model_state_files(stage3)] == names
+    assert get_model_state_file(stage3, 3) == str(Path(stage3, names[0]))
+    assert Path(get_model_state_file(str(saved / "stage2-2" / "tag"), 2)).name == "mp_rank_00_model_states.pt"
+    for rank in (10, 9):
+        (tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    ranks = [int(Path(file).name.split("_")[3]) for file in get_optim_files(str(tmp_path))]
+    assert ranks == [9, 10]
+    with pytest.raises(FileNotFoundError, match=r"has no \*_model_states\.pt, .*get_fp32_state_dict"):
+        get_model_state_files(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        get_optim_files(str(tmp_path / "none"))
 
 
 def test_helpers_that_projects_import(deepspeed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,7 +397,7 @@ class ZeROOptimizer(ZeroOptimizer, DeepSpeedOptimizer):
         """Copy this rank's masters, a flat tensor a param group."""
         step = self._engine._shard_step
         assert step is not None
-        self._engine._states.check("fp32_partitioned_groups_flat", MASTERS)
+        self._engine._check_states("fp32_partitioned_groups_flat", MASTERS)
         return [
             torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]])
             if group["params"]
