@@ -1,6 +1,7 @@
 """List all launchers, and choose one for a command line. Each is imported when it is used.
 
-To add one, write a file with a subclass of `Launcher` and a line in NAMED.
+To add one, write a file with a subclass of `ClusterLauncher` or `ThisNodeLauncher`, and a line in NAMED, or
+in _IMPLIED if `--launcher` does not name it.
 """
 
 from __future__ import annotations
