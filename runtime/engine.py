@@ -454,6 +454,10 @@ class Engine(nn.Module):
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
         )
+        if not options.num_workers and self.global_rank == 0:
+            for name in ("prefetch_factor", "persistent_workers"):
+                if f"data_loader.{name}" in self._effective.loaded.given and getattr(section, name):
+                    warn(f"data_loader.{name} has no effect without workers: set data_loader.num_workers")
         return DataSource(
             dataset=data,
             batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,

@@ -184,6 +184,12 @@ class OneCycle(Schedule):
         self.cycle_momentum = cycle_momentum and has_betas
         self._min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
         self._max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
+        for low, high in zip(self._min_moms, self._max_moms, strict=True):
+            if self.cycle_momentum and not 0 <= low <= high < 1:
+                raise ValueError(
+                    f"cycle_min_mom {low:g} and cycle_max_mom {high:g} have to be from 0 to below 1, and the "
+                    "first not above the second"
+                )
         self.decay_mom_rate = decay_mom_rate
         self._begin()
         if self.cycle_momentum and last_batch_iteration == -1:

@@ -109,10 +109,11 @@ def test_the_last_attempt_counts_and_forked_children_launch_too(tmp_path: Path) 
 
         raises(KeyError, zlaunch.launch(changing, num_gpus=2, options=["--max_restarts=1"]).result)
         if not (child := os.fork()):
-            job = zlaunch.launch(work, "fine")
+            job = zlaunch.launch(work, "wait", path="go")
             again = zlaunch.FunctionJob(job.folder)
             assert not again.done()
-            assert job.result() == again.result() == [(0, "fine")]
+            open("go", "w").close()
+            assert job.result() == again.result() == [(0, "wait")]
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         """,

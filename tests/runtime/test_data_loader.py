@@ -581,3 +581,19 @@ def test_an_epoch_without_a_step_is_said() -> None:
     assert "data loader 1 (TensorDataset): a rank gets 6 micro-batches per epoch, but a step needs 8" in first
     assert "data loader" not in second
     assert "data loader" not in run_workers(_short_epochs, 2, 2, 6)[0]
+
+
+def _worker_options() -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for section in ({"persistent_workers": True}, {"persistent_workers": False}, {}):
+            whole = {**config(1, 2), "data_loader": section}
+            engine, *_ = zlaunch.initialize(model=torch.nn.Linear(1, 1), config=whole)
+            engine.dataloader(TensorDataset(torch.arange(8.0)), num_workers=1)
+            engine.dataloader(TensorDataset(torch.arange(8.0)))
+    return said.getvalue()
+
+
+def test_options_of_worker_processes_without_any_are_said() -> None:
+    (said,) = run_workers(_worker_options, 1)
+    assert said.count("data_loader.persistent_workers has no effect without workers") == 1

@@ -30,20 +30,34 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @_WORLD_SIZE
-def check(file: str, world_size: int | None) -> None:
-    """Check FILE and print all its problems at once.
+def check(files: tuple[str, ...], world_size: int | None) -> None:
+    """Check each FILE and print all its problems at once.
 
     With --world-size, also check that the batch sizes fit that number of ranks.
     """
-    loaded, _ = _read(file, world_size)
+    are_good = True
+    for file in files:
+        if len(files) > 1:
+            click.echo(f"{file}:")
+        are_good &= _check(file, world_size)
+    if not are_good:
+        sys.exit(2)
+
+
+def _check(file: str, world_size: int | None) -> bool:
+    """Print what there is to say about a config file; return False if it has problems."""
+    found = _read(file, world_size)
+    if found is None:
+        return False
+    loaded, _ = found
     from zlaunch.plan.checks import is_plain_json
     from zlaunch.runtime.config import fits_no_world, open_values
 
     if wrong := fits_no_world(loaded):
         click.echo(f"{loaded.origin}: {wrong}", err=True)
-        sys.exit(2)
+        return False
     is_plain = is_plain_json(file)
     left = open_values(loaded)
     if left and not is_plain:
@@ -53,7 +67,7 @@ def check(file: str, world_size: int | None) -> None:
             "plain JSON: remove comments, bare keys and trailing commas, or set values",
             err=True,
         )
-        sys.exit(2)
+        return False
     if left:
         keys = ", ".join(f"{key} to {value}" for key, value in left.items())
         by = "for the Hugging Face Trainer and accelerate, which fill in"
@@ -73,6 +87,7 @@ def check(file: str, world_size: int | None) -> None:
     for path, text in _numbers_as_text(loaded.raw, loaded.config):
         why = f'the Hugging Face Trainer compares it with its arguments as text: write {text}, not "{text}"'
         click.echo(f"warning: {loaded.origin}: {path}: {why}", err=True)
+    return True
 
 
 def _numbers_as_text(raw: Mapping[str, Any], config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -101,7 +116,10 @@ def show(file: str, world_size: int | None) -> None:
     """
     from zlaunch.runtime.config import open_lines
 
-    loaded, effective = _read(file, world_size or 1)
+    found = _read(file, world_size or 1)
+    if found is None:
+        sys.exit(2)
+    loaded, effective = found
     assert effective is not None
     _warn(open_lines(loaded))
     from zlaunch.runtime.averaging import Averaging
@@ -127,10 +145,9 @@ def show(file: str, world_size: int | None) -> None:
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _read(file: str, world_size: int | None) -> tuple[Loaded, Effective | None]:
-    """Return a config, and the effective one if there is a number of ranks; print its warnings.
-
-    Exits with all problems at once.
+def _read(file: str, world_size: int | None) -> tuple[Loaded, Effective | None] | None:
+    """Return a config, and the effective one if there is a number of ranks; print its warnings. Print all
+    problems at once and return None if there are any.
     """
     from zlaunch.runtime.config import ConfigError, load, resolve
 
@@ -142,7 +159,7 @@ def _read(file: str, world_size: int | None) -> tuple[Loaded, Effective | None]:
     except ConfigError as error:
         _warn((*warnings, *error.warnings))
         click.echo(str(error), err=True)
-        sys.exit(2)
+        return None
     _warn(warnings)
     return loaded, effective
 

@@ -154,3 +154,16 @@ def test_check_refuses_batch_sizes_of_no_number_of_ranks(
     assert done.exit_code == (2 if wrong else 0), done.output
     assert ("ds.json: train_batch_size: 6 is not a multiple of" in done.stderr) == bool(wrong)
     assert wrong in done.stderr
+
+
+def test_several_files_are_checked_and_one_mistake_fails(tmp_path: Path) -> None:
+    good = tmp_path / "good.json"
+    bad = tmp_path / "bad.json"
+    good.write_text('{"train_batch_size": 4}')
+    bad.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 4}}')
+    done = CliRunner().invoke(cli, ["check", str(bad), str(good)])
+    assert done.exit_code == 2 and "zero_optimization.stage" in done.stderr
+    assert done.stdout.splitlines() == [f"{bad}:", f"{good}:", "good.json: ok"]
+    alone = CliRunner().invoke(cli, ["check", str(good)])
+    assert (alone.exit_code, alone.stdout) == (0, "good.json: ok\n")
+    assert CliRunner().invoke(cli, ["check"]).exit_code == 2

@@ -389,3 +389,11 @@ def test_momentum_without_betas_is_left_alone_with_a_warning(capfd: pytest.Captu
 def test_an_unknown_curve_is_the_default_with_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     made = WarmupCosineLR(optimizer(), 10, warmup_num_steps=4, warmup_type="cubic")
     assert made.warmup_type == "log" and "'cubic' is taken as 'log'" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 0.8), (0.5, 1.0), (-0.1, 0.9), ([0.5, 0.9], 0.8)])
+def test_momenta_outside_of_their_range_are_refused(low: Any, high: Any) -> None:
+    limits = {"cycle_min_mom": low, "cycle_max_mom": high}
+    with pytest.raises(ValueError, match="have to be from 0 to below 1"):
+        OneCycle(optimizer(0.1, 0.2), 0.1, 0.2, **limits)
+    OneCycle(optimizer(0.1, 0.2), 0.1, 0.2, cycle_momentum=False, **limits)
