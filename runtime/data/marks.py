@@ -97,13 +97,13 @@ class MarkedStream:
         return self._seed + position * _SEEDS_APART
 
     def _plain_state(self) -> Any:
-        """Return the stream's state; None where JSON would change it."""
+        """Return a copy of the stream's state; None where JSON would change it."""
         state = self._stream.state_dict()
         try:
-            is_plain = json.loads(json.dumps(state)) == state
+            copy = json.loads(json.dumps(state))
         except (TypeError, ValueError):
-            is_plain = False
-        return state if is_plain else None
+            return None
+        return copy if copy == state else None
 
     def continue_at(self, mark: Mark, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
         """Return the samples that follow ``DISTANCE`` behind the mark; None if the stream does not yield what

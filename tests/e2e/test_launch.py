@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -295,6 +296,23 @@ def test_stacks_on_sigusr2(tmp_path: Path) -> None:
 
 
 @pytest.mark.rotated
+@pytest.mark.parametrize("mode", ["script", "module"])
+def test_a_file_that_is_left_open_is_written_at_the_end(tmp_path: Path, mode: str) -> None:
+    """Although the script's names are in a cycle that is not collected, as with a live graph of autograd."""
+    text = textwrap.dedent("""
+        import gc
+        left_open = open("output", "w")
+        def uses_the_names(): return left_open
+        left_open.write("written")
+        gc.freeze()
+    """)
+    launch = (
+        run(tmp_path, "--num_gpus=1", script=text) if mode == "script" else _run_as_module(tmp_path, text)
+    )
+    assert launch.wait() == 0, launch.err
+    assert (tmp_path / "output").read_text() == "written"
+
+
 def test_own_modules_never_mix_with_ours(tmp_path: Path) -> None:
     for name in ("runtime", "config", "hostfiles", "slurm", "queue_", "events", "failure", "plan"):
         (tmp_path / f"{name}.py").write_text("OWNER = 'user'\n")

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zlaunch.errors import ZlaunchError
 from zlaunch.node import accelerate_state, local_rank_option
@@ -277,7 +277,17 @@ def _run_module(args: list[str]) -> None:
     _choose_deepspeed()
     _watch_imports()
     _give_local_rank(_text_of_module(args[0]))
-    runpy.run_module(args[0], run_name="__main__", alter_sys=True)
+    # Private, but pdb uses it as well; runpy.run_module would take its __main__ away again.
+    _, spec, code = runpy._get_module_details(args[0])  # type: ignore[attr-defined]
+    args[0] = spec.origin
+    _run_main(
+        code,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
 
 
 def _text_of_module(name: str) -> bytes:
@@ -324,11 +334,20 @@ def _run_script(args: list[str]) -> None:
         text = file.read()
     _give_local_rank(text)
     code: CodeType = compile(text, script, "exec", dont_inherit=True)
-    # Unlike runpy.run_path this __main__ stays until the very end, as threads, atexit functions and pickles
-    # of the script's classes expect. __spec__ None and a __file__ is what multiprocessing's spawn looks at.
+    # __spec__ None and a __file__ is what multiprocessing's spawn looks at.
+    _run_main(code, __file__=script, __cached__=None)
+
+
+def _run_main(code: CodeType, **names: Any) -> None:
+    """Run the code as ``__main__``, which stays until the very end, as threads, atexit functions and pickles
+    of the script's classes expect.
+    """
     module = ModuleType("__main__")
-    module.__dict__.update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    module.__dict__.update(__builtins__=__builtins__, **names)
     sys.modules["__main__"] = module
+    # Python, as it ends, clears the names of the modules that are still there. That closes the files which
+    # the script has left open, and writes their buffers. A reference in `sys` lasts longer than any other.
+    sys._zlaunch_script = module  # type: ignore[attr-defined]
     exec(code, module.__dict__)
 
 
