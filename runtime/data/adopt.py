@@ -123,9 +123,11 @@ def read_source(loader: DataLoader[Any], *, rank: int, ranks: int) -> DataSource
 
 
 def _is_torchdatas(value: Any, name: str) -> bool:
-    """Tell whether this is a class of torchdata, which need not be installed."""
-    kind = type(value)
-    return kind.__name__ == name and kind.__module__.startswith("torchdata.stateful_dataloader")
+    """Tell whether this is a class of torchdata, which need not be installed, or iterates as it does."""
+    for kind in type(value).__mro__:
+        if kind.__name__ == name and kind.__module__.startswith("torchdata.stateful_dataloader"):
+            return type(value).__iter__ is kind.__iter__  # type: ignore[attr-defined]
+    return False
 
 
 def _of_distributed(found: DataSource, sampler: DistributedSampler[Any], rank: int, ranks: int) -> DataSource:

@@ -112,6 +112,8 @@ class EngineLoader:
         self._stream: StreamShare | None = None
         self._mark: Mark | None = None
         """Is a place before this position where the stream can be continued."""
+        self._resumed_mark: Mark | None = None
+        """Is the one of the position behind which the present epoch was resumed."""
         arguments = (options or LoaderOptions()).arguments()
         # Seeds the worker processes. torch's default would draw from the generator that the model uses.
         self._generator = torch.Generator()
@@ -226,9 +228,10 @@ class EngineLoader:
         if not (self._has_resumed or self._was_look()):
             self._resumed = 0
             self._saved_first = None
-            self._mark = None
+            self._resumed_mark = None
             self.epoch += 1
         self._has_resumed = False
+        self._mark = self._resumed_mark
         self._begun_at = None if self._clock is None else self._clock()
         self._passes += 1
         self.taken = 0
@@ -246,17 +249,17 @@ class EngineLoader:
             self._first = self._units.first
             return self._counted(batches)
         assert self._stream is not None
-        self._stream.begin(self.epoch - 1, self._resumed, self._mark)
+        self._stream.begin(self.epoch - 1, self._resumed, self._mark, self._saved_first)
         return self._counted(self._without_notes(iter(self.loader), self._passes))
 
     def _without_notes(self, noted: Iterator[tuple[Any, int | None, Mark | None]], own: int) -> Iterator[Any]:
         for batch, first, mark in noted:
-            if self._first is not None and first != self._first:
+            if None not in (first, self._first) and first != self._first:
                 raise ParameterError(
                     f"{self.name}: worker processes read different orders, but each keeps its share of one: "
                     "seed the stream's shuffle"
                 )
-            self._first = first
+            self._first = self._first if first is None else first
             if mark is not None and own == self._passes:
                 self._mark = mark
             yield batch
@@ -342,7 +345,8 @@ class EngineLoader:
         self._passes += 1
         self.taken = 0
         mark = state.get("mark") if units else None
-        self._mark = None if mark is None else Mark.of(mark)
+        self._resumed_mark = None if mark is None else Mark.of(mark)
+        self._mark = self._resumed_mark
         is_comparable = state.get("ranks", self._ranks) == self._ranks
         self._saved_first = state.get("first") if units and is_comparable else None
         if isinstance(self._order, Shuffled) and units:

@@ -6,6 +6,7 @@ unseeded shuffle, some samples are never read and others are read twice.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Mapping, Set
 from hashlib import blake2b
 from typing import Any
@@ -28,6 +29,33 @@ def digest(value: Any) -> int:
     found = blake2b(digest_size=8)
     _add(value, found.update, 0)
     return int.from_bytes(found.digest(), "big") >> 1
+
+
+class Digest:
+    """Identifies the contents of many samples in their order, faster than :func:`digest` does."""
+
+    def __init__(self) -> None:
+        self._found = blake2b(digest_size=8)
+
+    def add(self, sample: Any) -> None:
+        """Take the next sample."""
+        if isinstance(sample, Mapping):
+            for key, each in sample.items():
+                self._add_part(key)
+                self._add_part(each)
+        else:
+            self._add_part(sample)
+
+    def _add_part(self, value: Any) -> None:
+        try:
+            # The second format has no references, whose places depend on who else holds a value.
+            self._found.update(marshal.dumps(value, 2))
+        except ValueError:  # no plain value, nor one that has its bytes
+            _add(value, self._found.update, 0)
+
+    def value(self) -> int:
+        """Return the number: 63 bits."""
+        return int.from_bytes(self._found.digest(), "big") >> 1
 
 
 def _add(value: Any, add: Callable[[Any], None], depth: int) -> None:

@@ -278,7 +278,9 @@ def _run_module(args: list[str]) -> None:
     _watch_imports()
     _give_local_rank(_text_of_module(args[0]))
     # Private, but pdb uses it as well; runpy.run_module would take its __main__ away again.
-    _, spec, code = runpy._get_module_details(args[0])  # type: ignore[attr-defined]
+    details = runpy._get_module_details(args[0])  # type: ignore[attr-defined]
+    spec = details[1]
+    code = details[2]
     args[0] = spec.origin
     _run_main(
         code,
