@@ -83,7 +83,8 @@ class MarkedStream:
         """Yield the samples, which begin at ``mark``, or at the stream's beginning. Read it within
         ``Draws.active``.
         """
-        position = begin = 0 if mark is None else mark.position
+        begin = 0 if mark is None else mark.position
+        position = begin
         state = None if mark is None else mark.state
         found = Digest()
         if position:

@@ -93,7 +93,7 @@ class StreamShare(IterableDataset[Any]):
             behind = self._behind(mark, epoch, warns=warns)
         begun: list[Any] = []  # what fills up the last batch of all ranks
         if behind is None or mark is None:
-            draws, everything = self._begun(epoch, warns=warns)
+            draws, everything = self._from_beginning(epoch, warns=warns)
             with draws.active():
                 begun = list(islice(everything, self._ranks))
             self.first = digest(begun) if begun else None
@@ -116,7 +116,7 @@ class StreamShare(IterableDataset[Any]):
                     begun = self._first_samples(epoch)
                 yield from shared_out([block], begun, self._rank, self._ranks, self._drop_last)
 
-    def _begun(self, epoch: int, *, warns: bool) -> tuple[Draws, Iterator[Any]]:
+    def _from_beginning(self, epoch: int, *, warns: bool) -> tuple[Draws, Iterator[Any]]:
         """Begin to read the stream at its beginning; return its draws as well."""
         draws = Draws(self._seed + epoch)
         self._marks = MarkedStream(self._stream, draws, self._seed + epoch, self._complaint(warns))
