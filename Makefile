@@ -62,10 +62,12 @@ install: $(WITH_TOOLS) $(WITH_DOCS)
 test: $(WITH_TOOLS)
 	$(PY) -m pytest -n $$(($(WORKERS) + 1)) -m "not exhaustive" --cpu-file=$(VENV)/cpu-test.json --budget $(FLAGS)
 
-# tests/unit, except kernels and their twins, tests of the project's own files, the benchmark rehearsal, and tests
-# that fuzz or start processes: they would double the time.
-SLOW := $(addprefix --ignore=tests/unit/,project benchmarks network data cli/test_estimate.py cli/test_rerun.py \
-  config/test_fuzz.py monitor/test_monitor.py supervisor/test_git_state.py \
+# tests/unit, except kernels and their twins, tests of the project's own files, the benchmark rehearsal, tests that
+# fuzz, wait or start processes, and those whose imports take a second: they would double the time.
+SLOW := $(addprefix --ignore=tests/unit/,project benchmarks network data kubernetes step_time \
+  cli/test_estimate.py cli/test_init.py cli/test_rerun.py config/test_fuzz.py config/test_keys_are_read.py \
+  monitor/test_monitor.py supervisor/test_git_state.py supervisor/test_redact.py \
+  supervisor/test_signal_wakeup.py view/test_screen.py \
   cuda_ops/test_quantize.py cuda_ops/test_narrow_step.py cuda_ops/test_signs.py) --ignore-glob=*/test_kernels_*
 test-fast: $(WITH_TOOLS)
 	$(PY) -m pytest -n $(WORKERS) -m "not exhaustive" $(SLOW) tests/unit $(FLAGS)

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import MARK, marked, newest_process
+from tests.leftovers import MARK, marked, starts
 from tests.limits import SLOWER
 
 CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 600.0
@@ -115,10 +115,10 @@ class Recorder:
         self.outside: dict[str, float] = {}
         self.too_much: list[str] = []
         self._before_tests = 0.0
-        # as last measured: CPU seconds of all processes, CPU seconds of this one, and the newest process
+        # as last measured: CPU seconds of all processes, CPU seconds of this one, and the processes started
         self._total = 0.0
         self._own = 0.0
-        self._newest = b""
+        self._starts = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Start the ranks' fork server first: its imports would count as the first test's."""
@@ -135,7 +135,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._newest = newest_process()  # after the thread of the limit: see tests/selection.py
+        self._starts = starts()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -143,7 +143,7 @@ class Recorder:
     ) -> Generator[None, Any, Any]:
         report = yield
         if report.when == "teardown":
-            is_started = newest_process() != self._newest
+            is_started = starts() != self._starts
             used = self._used(is_started=is_started) - item.stash[_START] + item.stash.get(DETACHED, 0.0)
             used = max(0.0, used)  # a process that is detached takes its time out of the tree
             report.user_properties.append((_PROPERTY, used))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -109,6 +110,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Exclusive(config), "exclusive")
     else:
         config.pluginmanager.register(ExclusiveFolder(), "exclusive-folder")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the tests' imports have made out of every later garbage collection: it all stays."""
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

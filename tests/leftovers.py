@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,31 @@ _KEPT = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")
 """Servers that later tests use as well."""
 
 
-def newest_process() -> bytes:
-    """Return the number of the machine's newest process or thread.
+_STARTING = frozenset(
+    ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.connect")
+)
+"""Python's audit events of what starts a process. Servers start one for whoever connects to them:
+multiprocessing's fork server starts the ranks. multiprocessing's "spawn" has no event; tests leave it to
+processes that they start."""
+_starts = 0
 
-    Where it has not changed, nobody has started one. That is so for most unit tests, and a look at the
-    processes of the machine takes longer than such a test.
+
+def _count(event: str, args: tuple[object, ...]) -> None:
+    global _starts
+    if event in _STARTING:
+        _starts += 1
+
+
+sys.addaudithook(_count)
+
+
+def starts() -> int:
+    """Return how often this process may have started another.
+
+    Where the number has not changed, a test has started nothing. That is so for most unit tests, and a look
+    at the processes of the machine takes longer than such a test.
     """
-    return Path("/proc/loadavg").read_bytes().split()[-1]
+    return _starts
 
 
 @contextmanager
@@ -31,17 +50,18 @@ def ended_afterwards() -> Iterator[Callable[[], bool]]:
 
     Gives a function that tells whether anything may have been started so far.
     """
-    mark, outer = uuid.uuid4().hex, os.environ.get(MARK)
+    mark = uuid.uuid4().hex
+    outer = os.environ.get(MARK)
     os.environ[MARK] = mark
-    before = newest_process()
+    before = starts()
     try:
-        yield lambda: newest_process() != before
+        yield lambda: starts() != before
     finally:
         if outer is None:
             del os.environ[MARK]
         else:
             os.environ[MARK] = outer
-        if newest_process() != before:
+        if starts() != before:
             wait_until(lambda: not _kill(mark), "processes of the test killed")
 
 

@@ -60,13 +60,13 @@ def test_ps_uses_the_width_of_the_terminal(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for width, found in ((121, "... train.py --config ds.json ..."), (151, "train.py --config"), (250, LONG)):
         size = os.terminal_size((width, 24))
-        monkeypatch.setattr(shutil, "get_terminal_size", lambda size=size: size)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, size=size: size)
         assert main(["ps", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert any(found in line for line in lines), lines
     assert main(["ps", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["command"] == shlex.split(LONG)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((121, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((121, 24)))
     assert main(["ps", str(tmp_path), "-v"]) == 0
     words = capsys.readouterr().out.split()
     assert set(LONG.split()) <= set(words) and "..." not in words

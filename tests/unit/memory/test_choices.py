@@ -19,7 +19,6 @@ from zlaunch.runtime.memory.choices import (
     fastest_that_fits,
 )
 from zlaunch.runtime.memory.estimate import GIB
-from zlaunch.runtime.memory.fake_step import parse_shape
 from zlaunch.runtime.memory.model import from_function, from_numbers
 from zlaunch.runtime.mesh import MeshShape
 
@@ -171,5 +170,7 @@ def test_layers_that_are_larger_than_the_model() -> None:
 
 @pytest.mark.parametrize("shape", ["", "a", "8,", "8:int3", "8;3"])
 def test_a_shape_that_is_none(shape: str) -> None:
+    from zlaunch.runtime.memory.fake_step import parse_shape  # takes a second, so only where it is tested
+
     with pytest.raises(MemoryPlanError, match="expected sizes such as"):
         parse_shape(shape)
