@@ -182,20 +182,25 @@ def guard(
     optimizer: torch.optim.Optimizer, engine: Engine, base: type[ZeroOptimizer] = ZeroOptimizer
 ) -> None:
     """Forward ``optimizer``'s methods to ``engine``, by a class derived from ``base`` and its class."""
-    kind = type(optimizer)
-    members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    kind: Any = type(optimizer)
+
+    class Guarded(base, kind):  # type: ignore[misc, valid-type]
+        __module__ = kind.__module__
+        __doc__ = kind.__doc__
+
+    Guarded.__name__ = kind.__name__
+    Guarded.__qualname__ = kind.__qualname__
     for name in dir(kind):
         own = not name.startswith("_") and not hasattr(base, name)
         if own and callable(getattr(kind, name, None)):
-            members[name] = _refused(name, kind.__name__)
+            setattr(Guarded, name, _refused(name, kind.__name__))
     for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
         optimizer.__dict__.pop(name, None)  # a scheduler's wrapper, which calls the former class
     optimizer._engine = engine  # type: ignore[attr-defined]
     optimizer._kind = kind  # type: ignore[attr-defined]
     optimizer.state = _SpreadState()  # type: ignore[assignment]
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    guarded: Any = type(kind.__name__, (base, kind), members)
-    optimizer.__class__ = guarded
+    optimizer.__class__ = Guarded
 
 
 def unguard(optimizer: torch.optim.Optimizer, state: Mapping[Tensor, dict[str, Any]] | None) -> None:

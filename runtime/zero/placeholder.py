@@ -484,9 +484,15 @@ def kinds_for(own: type[nn.Parameter]) -> Kinds:
     """Return the guarded classes for a parameter's class, ``nn.Parameter`` or a subclass."""
     if own is nn.Parameter:
         return Kinds(ManagedParameter, PendingParameter, ShardedParameter)
-    return Kinds(
-        *(
-            type(f"{kind.__name__}Of{own.__name__}", (kind, own), {})
-            for kind in (ManagedParameter, PendingParameter, ShardedParameter)
-        )
-    )
+
+    # A script may ask for its class, so each derives from that; FSDP2 derives from a module's class so.
+    class ManagedSubclass(ManagedParameter, own):  # type: ignore[misc, valid-type]
+        """A managed parameter of the script's own class."""
+
+    class PendingSubclass(PendingParameter, own):  # type: ignore[misc, valid-type]
+        """A pending parameter of the script's own class."""
+
+    class ShardedSubclass(ShardedParameter, own):  # type: ignore[misc, valid-type]
+        """A sharded parameter of the script's own class."""
+
+    return Kinds(ManagedSubclass, PendingSubclass, ShardedSubclass)

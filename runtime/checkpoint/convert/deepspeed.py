@@ -29,26 +29,20 @@ _OURS = {
 """Keys of the model file that are DeepSpeed's; the others are the caller's client_state."""
 
 
-def _inert(path: str) -> type[Any]:
-    """Make a class that stands for one of DeepSpeed's and holds what was pickled, but does nothing."""
-    module, _, name = path.rpartition(".")
+class _Inert:
+    """Stands for an object of one of DeepSpeed's classes: holds what was pickled, and does nothing."""
 
-    def __init__(self: Any, value: Any = None) -> None:
+    def __init__(self, value: Any = None) -> None:
         self.value = value
-
-    # torch compares the names of allowed classes with those in the file, so the class has DeepSpeed's.
-    return type(name, (), {"__init__": __init__, "__module__": module, "__qualname__": name})
 
 
 ALLOWED = [
-    _inert(path)
-    for path in (
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    )
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Inert, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
+"""DeepSpeed's classes that its files name, for ``torch.serialization.safe_globals``."""
 
 
 def find_deepspeed(path: Path, tag: str | None) -> Path | None:

@@ -492,44 +492,84 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}_op"
 
 
-def _builder(title: str, name: str, there: bool = True) -> Any:
-    members = {"NAME": name, "__doc__": f"``{name}``."}
-    if not there:
-        members["is_compatible"] = lambda self, verbose=False: False  # type: ignore[assignment]
-    return type(title, (OpBuilder,), members)
+class AsyncIOBuilder(OpBuilder):
+    """Stands for access to disks beside training."""
+
+    NAME = "async_io"
 
 
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
-CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
-CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
-CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
-FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
-FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
-FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", there=False)
-UtilsBuilder = _builder("UtilsBuilder", "utils")
-_OTHERS = (
-    "transformer",
-    "stochastic_transformer",
-    "transformer_inference",
-    "inference_core_ops",
-    "ragged_ops",
-    "random_ltd",
-    "quantizer",
-    "fp_quantizer",
-    "sparse_attn",
-    "spatial_inference",
-    "evoformer_attn",
-    "gds",
-    "deep_compile",
-)
-BUILDERS = (
-    AsyncIOBuilder,
-    CPUAdamBuilder,
-    CPUAdagradBuilder,
-    CPULionBuilder,
-    FusedAdamBuilder,
-    FusedLionBuilder,
-    FusedLambBuilder,
-    UtilsBuilder,
-    *(_builder(name, name, there=False) for name in _OTHERS),
-)
+class CPUAdamBuilder(OpBuilder):
+    """Stands for Adam on the host."""
+
+    NAME = "cpu_adam"
+
+
+class CPUAdagradBuilder(OpBuilder):
+    """Stands for Adagrad on the host."""
+
+    NAME = "cpu_adagrad"
+
+
+class CPULionBuilder(OpBuilder):
+    """Stands for Lion on the host."""
+
+    NAME = "cpu_lion"
+
+
+class FusedAdamBuilder(OpBuilder):
+    """Stands for Adam in one kernel."""
+
+    NAME = "fused_adam"
+
+
+class FusedLionBuilder(OpBuilder):
+    """Stands for Lion in one kernel."""
+
+    NAME = "fused_lion"
+
+
+class FusedLambBuilder(OpBuilder):
+    """Stands for LAMB in one kernel, which zlaunch lacks."""
+
+    NAME = "fused_lamb"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return False."""
+        return False
+
+
+class UtilsBuilder(OpBuilder):
+    """Stands for flattening tensors."""
+
+    NAME = "utils"
+
+
+OPERATIONS = {
+    **{
+        builder.NAME: builder().is_compatible()
+        for builder in (
+            AsyncIOBuilder,
+            CPUAdamBuilder,
+            CPUAdagradBuilder,
+            CPULionBuilder,
+            FusedAdamBuilder,
+            FusedLionBuilder,
+            FusedLambBuilder,
+            UtilsBuilder,
+        )
+    },
+    "transformer": False,
+    "stochastic_transformer": False,
+    "transformer_inference": False,
+    "inference_core_ops": False,
+    "ragged_ops": False,
+    "random_ltd": False,
+    "quantizer": False,
+    "fp_quantizer": False,
+    "sparse_attn": False,
+    "spatial_inference": False,
+    "evoformer_attn": False,
+    "gds": False,
+    "deep_compile": False,
+}
+"""DeepSpeed's operations, and whether the runtime does what each is for."""

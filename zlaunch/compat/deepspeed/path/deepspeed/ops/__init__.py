@@ -7,4 +7,4 @@ from . import lamb as lamb
 from . import lion as lion
 from . import op_builder as op_builder
 
-__compatible_ops__ = {builder.NAME: builder().is_compatible() for builder in op_builder.BUILDERS}
+__compatible_ops__ = op_builder.OPERATIONS

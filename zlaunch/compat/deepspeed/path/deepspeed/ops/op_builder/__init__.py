@@ -1,7 +1,7 @@
 """Nothing is built: kernels are compiled by NVRTC when they are first used."""
 
 from zlaunch.compat.deepspeed.optimizers import (
-    BUILDERS,
+    OPERATIONS,
     AsyncIOBuilder,
     CPUAdagradBuilder,
     CPUAdamBuilder,
