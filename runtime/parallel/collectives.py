@@ -51,14 +51,18 @@ class _CopyTo(torch.autograd.Function):
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel) -> Tensor:
+    def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel, in_place: bool) -> Tensor:
         ctx.axis = axis
         ctx.channel = channel
-        return axis.sum(value.clone(memory_format=torch.contiguous_format), channel)
+        if in_place:
+            ctx.mark_dirty(value)
+        else:
+            value = value.clone(memory_format=torch.contiguous_format)
+        return axis.sum(value, channel)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return copy_to(gradient, ctx.axis, ctx.channel), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return copy_to(gradient, ctx.axis, ctx.channel), None, None, None
 
 
 def copy_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
@@ -81,9 +85,15 @@ def copy_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
     return found
 
 
-def reduce_from(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
-    """Return the sum of the ranks' values."""
-    found: Tensor = _ReduceFrom.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+def reduce_from(value: Tensor, axis: Axis, channel: Channel, *, owned: bool = False) -> Tensor:
+    """Return the sum of the ranks' values.
+
+    With ``owned``, the sum is computed in ``value``, which nobody else uses and whose operation has not saved
+    it for its gradient: the result of a product, not that of an exponential. A gradient is never owned:
+    autograd may hand the same tensor to several operations.
+    """
+    in_place = owned and value.is_contiguous()
+    found: Tensor = _ReduceFrom.apply(value, axis, channel, in_place)  # type: ignore[no-untyped-call]  # torch does not type it
     if axis.follow is not None:
         axis.follow(found, None)
     return found

@@ -84,7 +84,8 @@ class RowForward(SharedForward):
                 f"{shard.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        output = reduce_from(functional.linear(shard, self.module.weight), self.axis, LAYER)
+        product = functional.linear(shard, self.module.weight)
+        output = reduce_from(product, self.axis, LAYER, owned=True)
         bias = self.module.bias
         return output if bias is None else output + bias
 
@@ -127,7 +128,8 @@ class VocabularyForward(SharedForward):
         total = self.rows * self.axis.size
         elsewhere = (local < 0) & (input >= 0) | (local >= self.rows) & (input < total)
         output: Tensor = self.original(local.masked_fill(elsewhere, 0))
-        return reduce_from(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis, LAYER)
+        output = output.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reduce_from(output, self.axis, LAYER, owned=True)
 
 
 class WidthForward(SharedForward):
@@ -190,14 +192,15 @@ class VocabularyLoss:
         wide = wide.reshape(-1, logits.shape[-1])
         counts = wanted != ignore_index
         shift = self.axis.max(wide.detach().amax(-1), LAYER)
-        total = reduce_from((wide - shift.unsqueeze(-1)).exp().sum(-1), self.axis, LAYER)
+        local_total = (wide - shift.unsqueeze(-1)).exp().sum(-1)
+        total = reduce_from(local_total, self.axis, LAYER, owned=True)
         width = wide.shape[-1]
         local = wanted - self.axis.rank * width
         # a label of no word is nowhere else: its lookup raises, as a loss of full logits does
         elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
         elsewhere = elsewhere | ~counts
         local_logits = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = reduce_from(local_logits.masked_fill(elsewhere, 0), self.axis, LAYER)
+        chosen = reduce_from(local_logits.masked_fill(elsewhere, 0), self.axis, LAYER, owned=True)
         losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
         if num_items_in_batch is None:
             return losses.sum() / counts.sum()

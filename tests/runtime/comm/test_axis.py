@@ -83,6 +83,25 @@ def test_each_function_has_the_gradient_of_the_note() -> None:
     run_workers(_gradients, 4)
 
 
+def _owned_sum() -> None:
+    torch.manual_seed(join())
+    axis = _axis()
+    for layout in (torch.contiguous_format, torch.channels_last):
+        value = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+        product = (value * 3).contiguous(memory_format=layout)
+        before = product.detach().clone()
+        output = collectives.reduce_from(product, axis, _CHANNEL, owned=True)
+        assert torch.equal(output, _sum(_everyone(axis, before)))
+        assert (output.data_ptr() == product.data_ptr()) == (layout == torch.contiguous_format)
+        gradient = torch.randn_like(output)
+        output.backward(gradient)
+        assert value.grad is not None and torch.equal(value.grad, 3 * gradient)
+
+
+def test_an_owned_sum_takes_no_memory() -> None:
+    run_workers(_owned_sum, 4)
+
+
 def _second_gradient() -> None:
     torch.manual_seed(join())
     axis = _axis()
