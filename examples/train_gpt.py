@@ -68,7 +68,6 @@ def main() -> None:
     engine, *_ = zlaunch.initialize(args=args, model=GPT(size, attention=attention))
     train, validation = load_text()
     generator = torch.Generator()
-    micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
     engine.load_checkpoint(zlaunch.resume_dir(args.checkpoints))
     begin = engine.global_steps
@@ -78,21 +77,21 @@ def main() -> None:
     for step in range(begin + 1, args.steps + 1):
         # a step's batches depend on the step and the samples' rank alone: a run goes on in any layout
         generator.manual_seed(step * engine.data_parallel_size + engine.data_parallel_rank)
-        for _ in range(accumulation):
-            batch = sample_batch(train, micro_batch, size.context, generator).to(engine.device)
+        for _ in range(engine.accumulation_steps):
+            batch = sample_batch(train, engine.micro_batch_size, size.context, generator).to(engine.device)
             loss = mean_loss(engine, batch)
             engine.backward(loss)
             engine.step()
         if step % args.every == 0 or step == args.steps:
             now = time.perf_counter()
-            tokens = (step - step_started) * engine.train_batch_size() * size.context
+            tokens = (step - step_started) * engine.global_batch_size * size.context
             zlaunch.report(
                 step=step,
                 steps=args.steps,
                 loss=loss.item(),
                 lr=engine.get_lr()[0],
                 loss_scale=engine.loss_scale,
-                grad_norm=engine.get_global_grad_norm(),
+                grad_norm=engine.grad_norm,
                 tokens_per_s=tokens / (now - started),
                 memory_gb=memory_gb(),
             )

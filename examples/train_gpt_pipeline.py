@@ -33,7 +33,6 @@ def main() -> None:
     size = SIZES[args.size]
     engine, *_ = zlaunch.initialize(args=args, model=GPT(size))
     train, validation = load_text()
-    micro_batch, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 
     def micro_batches(text: Tensor, seed: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and labels, the same on all stages of a pipeline."""
@@ -41,13 +40,13 @@ def main() -> None:
             seed * engine.data_parallel_size + engine.data_parallel_rank
         )
         for _ in range(count):
-            batch = sample_batch(text, micro_batch, size.context, generator).to(engine.device)
+            batch = sample_batch(text, engine.micro_batch_size, size.context, generator).to(engine.device)
             yield batch[:, :-1], batch[:, 1:]
 
     engine.load_checkpoint(zlaunch.resume_dir(args.checkpoints))
     first = engine.eval_batch(micro_batches(validation, 0, 16), loss_of, num_micro_batches=16).item()
     for step in range(engine.global_steps + 1, args.steps + 1):
-        loss = engine.train_batch(micro_batches(train, step, accumulation), loss_of)
+        loss = engine.train_batch(micro_batches(train, step, engine.accumulation_steps), loss_of)
         if step % 10 == 0 or step == args.steps:
             zlaunch.report(step=step, steps=args.steps, loss=loss.item(), lr=engine.get_lr()[0])
         if args.checkpoints and step % 50 == 0:

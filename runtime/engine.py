@@ -80,7 +80,7 @@ class Engine(nn.Module):
     - ``client_state``: a function that returns the ``client_state`` for saves without one, such as on a
       signal (``checkpoint.on_signal``), or None.
 
-    On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or the gradient norm
+    On a GPU, reading ``overflow``, ``skipped_steps``, ``should_stop``, ``loss_scale`` or ``grad_norm``
     synchronizes with the device; a training loop that reads none of them never waits. With fp16 the scheduler
     steps at the next such read, or with the next optimizer step.
     """
@@ -262,9 +262,14 @@ class Engine(nn.Module):
         """Return this rank's global rank."""
         return self.comm.rank
 
-    def zero_optimization_stage(self) -> int:
+    @property
+    def zero_stage(self) -> int:
         """Return the ZeRO stage, 0 to 3."""
         return int(self._effective.config.zero_optimization.stage)
+
+    def zero_optimization_stage(self) -> int:
+        """Return :attr:`zero_stage`: DeepSpeed's name."""
+        return self.zero_stage
 
     @property
     def config(self) -> dict[str, Any]:
@@ -283,17 +288,32 @@ class Engine(nn.Module):
 
     # -- batches
 
-    def train_batch_size(self) -> int:
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the number of samples in one micro-batch on one rank."""
+        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Return the number of micro-batches in one optimizer step."""
+        return int(self._effective.config.gradient_accumulation_steps or 1)
+
+    @property
+    def global_batch_size(self) -> int:
         """Return the number of samples in one optimizer step over all ranks."""
         return int(self._effective.config.train_batch_size or 0)
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples in one micro-batch on one rank."""
-        return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
+        """Return :attr:`micro_batch_size`: DeepSpeed's name."""
+        return self.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches in one optimizer step."""
-        return int(self._effective.config.gradient_accumulation_steps or 1)
+        """Return :attr:`accumulation_steps`: DeepSpeed's name."""
+        return self.accumulation_steps
+
+    def train_batch_size(self) -> int:
+        """Return :attr:`global_batch_size`: DeepSpeed's name."""
+        return self.global_batch_size
 
     @property
     def _is_managed(self) -> bool:
@@ -635,11 +655,16 @@ class Engine(nn.Module):
         """Return whether the last optimizer step changed the parameters."""
         return self.global_steps > 0 and not self.overflow
 
-    def get_global_grad_norm(self) -> float | None:
+    @property
+    def grad_norm(self) -> float | None:
         """Return the L2 norm of the last step's averaged, unscaled gradient before clipping; None before the
         first step.
         """
         return self._result.norm if self._result is not None else None
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return :attr:`grad_norm`: DeepSpeed's name."""
+        return self.grad_norm
 
     def get_lr(self) -> list[float]:
         """Return the current learning rate of each param group. Raises OptimizerError for an optimizer that

@@ -52,7 +52,7 @@ def main() -> None:
 
     batches = chain.from_iterable(repeat(loader))
     while engine.global_steps < args.steps:
-        for _ in range(engine.gradient_accumulation_steps()):
+        for _ in range(engine.accumulation_steps):
             batch = {name: value.to(engine.device) for name, value in next(batches).items()}
             loss = engine(**batch).loss
             engine.backward(loss)

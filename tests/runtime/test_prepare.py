@@ -81,7 +81,10 @@ def _arguments() -> None:
     config = engine.effective_config
     assert config.bf16.enabled
     assert config.gradient_clipping == 0.5
-    assert engine.train_micro_batch_size_per_gpu() == 3
+    assert engine.micro_batch_size == engine.train_micro_batch_size_per_gpu() == 3
+    assert engine.zero_stage == engine.zero_optimization_stage() == 2
+    assert engine.accumulation_steps == engine.gradient_accumulation_steps() == 1
+    assert engine.grad_norm is engine.get_global_grad_norm() is None
     assert next(model.parameters()).dtype == torch.bfloat16
     engine.destroy()
 
@@ -92,10 +95,11 @@ def _arguments() -> None:
         engine.dataloader(data)
     validation = engine.dataloader(DataLoader(data, batch_size=2), training=False)
     assert len(validation) == 6
-    assert engine.train_batch_size() == 1, "a loader for validation says nothing about training"
+    assert engine.global_batch_size == 1, "a loader for validation says nothing about training"
     loader = engine.dataloader(DataLoader(data, batch_size=4))
     assert len(loader) == 3
-    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (4, 4)
+    assert engine.micro_batch_size == 4
+    assert engine.global_batch_size == engine.train_batch_size() == 4
     assert len(engine.dataloader(data)) == 3
     with pytest.raises(AttributeError, match=r"nor its 'Net' has .* 'save_chekpoint'. Did you mean 'save_ch"):
         engine.save_chekpoint("ckpt")  # type: ignore[operator]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 import zlaunch
 from docs.command_pages import expand
@@ -137,3 +138,14 @@ def test_every_public_name_is_in_its_reference() -> None:
     wanted = {f"zlaunch.{name}" for name in zlaunch.__all__ if name not in ("__version__", "zero")}
     wanted |= {f"zlaunch.zero.{name}" for name in zlaunch.zero.__all__}
     assert sorted(names) == sorted(wanted)
+
+
+def test_the_page_of_the_engine_has_what_guides_use() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = set(re.findall(r"^ {8}- (\w+)$", page, re.MULTILINE))
+    assert shown and not [name for name in shown if not getattr(zlaunch.Engine, name).__doc__]
+    known = shown | set(re.findall(r"``(\w+)``", zlaunch.Engine.__doc__ or "")) | set(dir(torch.nn.Module))
+    pages = [*(ROOT / "docs" / "guides").glob("*.md"), ROOT / "docs" / "get-started.md", ROOT / "README.md"]
+    for path in (*pages, *(ROOT / "examples").rglob("*.py")):
+        used = set(re.findall(r"\bengine\.(\w+)", path.read_text()))
+        assert not used - known, f"{path}: not on docs/api.md"

@@ -36,6 +36,7 @@ def _place(folder: str) -> tuple[str, str]:
     torch.cuda.is_available = lambda: torch.cuda.device_count() > 0
     torch.cuda.set_device = lambda device: None
     device = zlaunch.init_distributed()
+    dist.barrier()  # a rank that ends at once can break the other's connection, which is being made
     return device.type, str(dist.get_backend())
 
 
