@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import ParameterError
 from .collectives import Comm
+from .link import reduce_scatter_flat
 from .pending import Work, waits
 
 PASSES = "passes"
@@ -151,6 +152,19 @@ class Axis:
             self.comm._count(channel.counter, shard.numel() * len(shards))
         self._wait(dist.all_gather(shards, shard, group=group, async_op=True), channel, shard)
         return shards
+
+    def reduce_scatter(self, rows: Tensor, channel: Channel) -> Tensor:
+        """Return this rank's share of the rows of the ranks' sum; each rank gets as many."""
+        if rows.device.type == "cpu":  # gloo's own is an all-reduce, twice the bytes
+            received = self.all_to_all(rows, channel)
+            return received.view(self.size, -1, *rows.shape[1:]).sum(0)
+        rows = rows.contiguous()
+        if channel.counter:
+            self.comm._count(channel.counter, rows.numel())
+        found = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
+        work = reduce_scatter_flat(found, rows, group=self.group_for(channel.group), async_op=True)
+        self._wait(work, channel, rows)
+        return found
 
     def all_to_all(
         self,

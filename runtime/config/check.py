@@ -400,10 +400,21 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     size = tensor_size(config)
     if own.plan is not None and size <= 1:
         report.warnings.append(("tensor_parallel.plan", "no effect: tensor parallelism is off"))
-    if own.vocab_parallel_loss and size <= 1:
-        report.warnings.append(
-            ("tensor_parallel.vocab_parallel_loss", "no effect: tensor parallelism is off")
-        )
+    for key in ("vocab_parallel_loss", "sequence_parallel"):
+        if getattr(own, key) and size <= 1:
+            report.warnings.append((f"tensor_parallel.{key}", "no effect: tensor parallelism is off"))
+    if own.sequence_parallel:
+        for other, count in (
+            ("pipeline", pipeline_size(config)),
+            ("sequence", sequence_size(config)),
+            ("expert", expert_size(config)),
+        ):
+            if count > 1:
+                why = f"does not work with parallel.{other} {count} yet"
+                problems.append(("tensor_parallel.sequence_parallel", why))
+        if config.activation_checkpointing.tiled_mlp:
+            why = "does not work with tensor_parallel.sequence_parallel yet: remove one of them"
+            problems.append(("activation_checkpointing.tiled_mlp", why))
     stages = pipeline_size(config)
     zero = config.zero_optimization
     if 1 < parallel.pipeline != stages:

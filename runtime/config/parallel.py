@@ -42,6 +42,9 @@ class TensorParallel(Section):
     """DeepSpeed's form of the plan: {"layer_specs": [{"patterns": [".*\\\\.o_proj\\\\.weight$"],
     "partition_type": "row"}, ...]}, regular expressions for names of weights. Layers that none matches are
     not split. Excludes plan."""
+    sequence_parallel: Bool = ok(False)
+    """Divide the tokens between the ranks of the group where blocks work on each token alone: norms, residual
+    sums (Megatron-LM's sequence parallelism; zlaunch's own key)."""
     vocab_parallel_loss: Bool = ok(False)
     """Compute a Hugging Face model's loss from sharded logits, without gathering them. The model then returns
     only the rank's shard of the logits (zlaunch's own key)."""

@@ -12,6 +12,9 @@ Note [Collectives and their gradients]
     ``reduce_from``   the sum of the ranks' values                ``copy_to``
     ``gather_from``   the ranks' shards, joined                   ``scatter_to``
     ``scatter_to``    this rank's shard                           ``gather_from``
+    ``gather_to``     the ranks' shards, joined, with which each  ``sum_to_shard``
+                      rank's shard of the weights computes
+    ``sum_to_shard``  this rank's shard of the sum                ``gather_to``
     ``all_to_all``    what the ranks have sent to this one        ``all_to_all``, the inverse
     ``total``         the sum, in a loss that all ranks compute   the gradient, times the size
     ================  ==========================================  ============================
@@ -115,42 +118,89 @@ class GradientSum:
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, axis: Axis, channel: Channel) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
         ctx.axis = axis
         ctx.channel = channel
-        return torch.cat(axis.all_gather(shard.contiguous(), channel), -1)
+        ctx.dim = dim
+        return torch.cat(axis.all_gather(shard.contiguous(), channel), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_to(gradient, ctx.axis, ctx.channel), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_to(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
 
 
 class _ScatterTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel) -> Tensor:
+    def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
         ctx.axis = axis
         ctx.channel = channel
-        width = value.shape[-1] // axis.size
-        return value.narrow(-1, axis.rank * width, width).contiguous()
+        ctx.dim = dim
+        width = value.shape[dim] // axis.size
+        return value.narrow(dim, axis.rank * width, width).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gather_from(gradient, ctx.axis, ctx.channel), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_from(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
 
 
-def gather_from(shard: Tensor, axis: Axis, channel: Channel) -> Tensor:
-    """Return the ranks' shards, joined along the last dimension."""
-    found: Tensor = _GatherFrom.apply(shard, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+def gather_from(shard: Tensor, axis: Axis, channel: Channel, dim: int = -1) -> Tensor:
+    """Return the ranks' shards, joined along a dimension."""
+    found: Tensor = _GatherFrom.apply(shard, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
     if axis.follow is not None:
         axis.follow(found, None)
     return found
 
 
-def scatter_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
-    """Return this rank's shard of a replicated value, along the last dimension. ``channel`` is for the
-    gradient: the shard is taken without a collective.
+def scatter_to(value: Tensor, axis: Axis, channel: Channel, dim: int = -1) -> Tensor:
+    """Return this rank's shard of a replicated value, along a dimension. ``channel`` is for the gradient: the
+    shard is taken without a collective.
     """
-    found: Tensor = _ScatterTo.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    found: Tensor = _ScatterTo.apply(value, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.follow is not None:
+        axis.follow(found, value)
+    return found
+
+
+# -- gather and sum ---------------------------------------------------------------------------------
+
+
+class _GatherTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
+        ctx.axis = axis
+        ctx.channel = channel
+        ctx.dim = dim
+        return torch.cat(axis.all_gather(shard.contiguous(), channel), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return sum_to_shard(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
+
+
+class _SumToShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
+        ctx.axis = axis
+        ctx.channel = channel
+        ctx.dim = dim
+        return axis.reduce_scatter(value.movedim(dim, 0), channel).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_to(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
+
+
+def gather_to(shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
+    """Return the ranks' shards, joined along a dimension, for computing with this rank's shard of weights."""
+    found: Tensor = _GatherTo.apply(shard, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
+    if axis.follow is not None:
+        axis.follow(found, shard)
+    return found
+
+
+def sum_to_shard(value: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
+    """Return this rank's shard of the sum of the ranks' values, along a dimension."""
+    found: Tensor = _SumToShard.apply(value, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
     if axis.follow is not None:
         axis.follow(found, value)
     return found

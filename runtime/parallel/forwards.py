@@ -13,6 +13,7 @@ from ..errors import ParameterError
 from .collectives import copy_to, gather_from, reduce_from, scatter_to
 from .expert import by_position
 from .tensor_axis import LAYER, TensorAxis
+from .token_shards import Region
 
 
 class SharedForward:
@@ -23,6 +24,8 @@ class SharedForward:
         self.axis = axis
         self.name = ""
         """The module's name in the model, for what is said about it."""
+        self.region: Region | None = None
+        """The region that the module is in; None where tokens are never divided."""
 
     def open_shard_rng(self) -> None:
         """Seed the random numbers for this rank, while the model trains."""
@@ -33,6 +36,10 @@ class SharedForward:
         """Restore the random numbers that all ranks have."""
         if self.axis.shard_rng is not None:
             self.axis.shard_rng.close()
+
+    def has_all_tokens(self) -> bool:
+        """Tell whether the module is in a region that has gathered the ranks' tokens in this pass."""
+        return self.region is not None and self.region.has_all_tokens()
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""
@@ -47,7 +54,9 @@ class ColumnForward(SharedForward):
     """Say whether the shards are gathered, and whether operations on a shard are followed."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        output: Tensor = self.original(copy_to(input, self.axis, LAYER))
+        if not self.has_all_tokens():  # with them, gather_to has made the copy
+            input = copy_to(input, self.axis, LAYER)
+        output: Tensor = self.original(input)
         if self.gathers:
             return gather_from(output, self.axis, LAYER)
         self.open_shard_rng()
@@ -85,7 +94,10 @@ class RowForward(SharedForward):
                 "rowwise_split_input for whole inputs"
             )
         product = functional.linear(shard, self.module.weight)
-        output = reduce_from(product, self.axis, LAYER, owned=True)
+        if self.region is not None and self.region.has_all_tokens():
+            output = self.region.sum_to_shard(product)
+        else:
+            output = reduce_from(product, self.axis, LAYER, owned=True)
         bias = self.module.bias
         return output if bias is None else output + bias
 

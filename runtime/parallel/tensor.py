@@ -27,6 +27,8 @@ from .forwards import (
     ColumnForward,
     ExpertsForward,
     LatentForward,
+    PackedColumnForward,
+    RowForward,
     SharedForward,
     SummedForward,
     VocabularyForward,
@@ -35,6 +37,7 @@ from .forwards import (
 )
 from .plans import find_plan, keep_states_full
 from .tensor_axis import LAYER, ShardRng, TensorAxis, shard_of_layer
+from .token_shards import TokenShards, find_regions
 from .uses import ReplicatedUses
 
 # -- decide -----------------------------------------------------------------------------------------
@@ -74,6 +77,8 @@ class Decision:
         self.settings: list[tuple[nn.Module, str, Any]] = []
         """Attributes of modules that get other values."""
         self.replicated: list[str] = []
+        self.tokens: TokenShards | None = None
+        """Divides the tokens between sharded layers."""
         self.experts: ExpertPlan | None = None
         text = text_config(model)
         self.heads = _number(text, "num_attention_heads")
@@ -300,6 +305,32 @@ class Decision:
                     "tensor_parallel.plan"
                 )
 
+    def decide_on_tokens(self) -> None:
+        """Let the ranks divide the tokens between sharded layers, after all else but experts and the loss.
+        Raises ParameterError.
+        """
+        if uses_dropout(self.model):
+            raise ParameterError(
+                "tensor_parallel.sequence_parallel: the model has dropout, which is not supported: set its "
+                "probabilities to 0"
+            )
+        columns = []
+        rows = []
+        others = []
+        for name, forward in self.forwards.items():
+            if type(forward) in (ColumnForward, PackedColumnForward):
+                columns.append(name)
+            elif type(forward) is RowForward:
+                rows.append(name)
+            else:
+                others.append(name)
+        found = find_regions(self.modules, columns, rows, others)
+        known = {id(parameter) for parameter, _ in self.summed}
+        self.summed += [(each, False) for each in found.summed if id(each) not in known]
+        self.tokens = TokenShards(self.axis, found)
+        for name in found.names:
+            self.forwards[name].region = self.tokens.regions[name.rpartition(".")[0]]
+
     def decide_on_loss(self) -> None:
         """Let a Hugging Face model compute its loss from the shards of the logits. Raises ParameterError."""
         model = self.model
@@ -388,6 +419,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         plan = find_plan(model, section.plan, section.partition_config) if axis.size > 1 else {}
         work = Decision(model, plan, axis)
         work.decide()
+        if config.tensor_parallel.sequence_parallel and axis.size > 1:
+            work.decide_on_tokens()
         if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:
             work.decide_on_loss()
         if comm.experts is not None:
@@ -483,6 +516,8 @@ def apply(work: Decision) -> None:
         forward.name = name
         work.modules[name].forward = forward
     _sum_gradients(work)
+    if work.tokens is not None:
+        work.tokens.install()
     for module, key, value in work.settings:
         setattr(module, key, value)
 

@@ -18,7 +18,7 @@ from .collectives import GradientSum
 
 # -- shard uses -------------------------------------------------------------------------------------
 #
-# Notices operations across the last dimension of activations of which each rank has a shard.
+# Notices operations across the dimension of activations of which each rank has a shard.
 
 
 _ALL = "all"
@@ -41,6 +41,11 @@ _MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
 class ShardUses:
     """Follows outputs of layers that are sharded by columns through element-wise operations."""
 
+    dim = -1
+    """Is the dimension that is sharded."""
+    mixes: tuple[str, ...] = ()
+    """Names operations that compute along it, whatever dimension they are given."""
+
     def __init__(self) -> None:
         self._shards: Any = WeakTensorKeyDictionary()
         """Maps a shard to the name of the layer whose output it comes from."""
@@ -58,20 +63,20 @@ class ShardUses:
         dimension that is sharded.
         """
         given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._shards), None)
-        if given is not None and _is_along_last(name, given, args, kwargs):
-            raise self._refused(name, given)
+        if given is not None and (name in self.mixes or _is_along(self.dim, name, given, args, kwargs)):
+            raise self.refused(name, self._shards[given])
         return given
 
     def after(self, name: str, given: Tensor, found: Any) -> None:
         """Follow an operation on a shard. Raises ParameterError if it has taken some of it."""
-        if name in _CUT and _is_narrower(given, found):
-            raise self._refused(name, given)
+        if name in _CUT and _is_narrower(self.dim, given, found):
+            raise self.refused(name, self._shards[given])
         for each in tree_leaves(found):
             if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
                 self._shards[each] = self._shards[given]
 
-    def _refused(self, name: str, given: Tensor) -> ParameterError:
-        layer = self._shards[given]
+    def refused(self, name: str, layer: str) -> ParameterError:
+        """Return the error for an operation on a shard of a layer's output."""
         more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
         return ParameterError(
             f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
@@ -79,7 +84,24 @@ class ShardUses:
         )
 
 
-def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
+class TokenUses(ShardUses):
+    """Follows the tokens of a rank, (batch, tokens, width), between the modules that have all of them."""
+
+    dim = 1
+    mixes = (
+        *("matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "roll", "flip", "pad"),
+        *("conv1d", "conv2d", "flatten", "transpose", "permute", "movedim", "interpolate"),
+    )
+
+    def refused(self, name: str, layer: str) -> ParameterError:
+        """Return the error for an operation that may mix tokens."""
+        return ParameterError(
+            f"tensor_parallel.sequence_parallel: {name} may mix tokens behind {layer}, where each rank has "
+            "its own: outside of attention and MLP, blocks may work on each token alone"
+        )
+
+
+def _is_along(dim: int, name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
     if name not in _DIMS:
         return False
     place, default = _DIMS[name]
@@ -87,7 +109,7 @@ def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
     if dims is None or dims == _ALL:
         return True
     chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
+    return any(isinstance(each, int) and each % given.dim() == dim % given.dim() for each in chosen)
 
 
 def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
@@ -97,9 +119,9 @@ def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
     return found.shape == given.shape
 
 
-def _is_narrower(given: Tensor, found: Any) -> bool:
+def _is_narrower(dim: int, given: Tensor, found: Any) -> bool:
     return any(
-        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[-1] < given.shape[-1]
+        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[dim] < given.shape[dim]
         for each in tree_leaves(found)
     )
 
@@ -258,9 +280,11 @@ class ActivationUses(NamedTuple):
     """Follows the activations of the pass that is going on."""
 
     shards: ShardUses
+    tokens: TokenUses
     replicated: ReplicatedUses
 
     def clear(self) -> None:
         """Forget the activations of the pass."""
         self.shards.clear()
+        self.tokens.clear()
         self.replicated.clear()

@@ -35,6 +35,11 @@ PACKED: dict[str, Any] = {"zero_quantized_gradients": True}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 _PLAN = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
 SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": _PLAN}}
+_IN_MODULES = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+TOKENS: dict[str, Any] = {
+    "parallel": {"tensor": 2},
+    "tensor_parallel": {"plan": _IN_MODULES, "sequence_parallel": True},
+}
 DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 PIPED: dict[str, Any] = {"parallel": {"pipeline": 2}}
@@ -102,6 +107,8 @@ class Case:
     """Trains a mixture of experts."""
     attends: bool = False
     """Trains a layer of attention."""
+    divides: bool = False
+    """Trains layers between which ranks divide the tokens."""
     loads: bool = False
     """Loads a checkpoint after a step."""
     looks: bool = False
@@ -209,11 +216,13 @@ CASES = {
                 more_waits=waits,
                 experts="experts" in name,
                 attends="sequence" in name,
+                divides="tokens" in name,
                 looks=True,
             )
             for stage in (0, 3)
             for name, option, world, waits in (
                 ("tensor on two", SHARED, 2, (BATCHES,)),
+                ("tensor, tokens divided, on two", TOKENS, 2, (BATCHES,)),
                 ("experts on two", DIVIDED, 2, ROUTING),
                 ("experts and tensor on four", BOTH, 4, (BATCHES, *ROUTING)),
                 ("sequence on two", SPLIT, 2, ()),
@@ -321,7 +330,7 @@ def train(case: Case) -> dict[str, Any]:
     from tests.runtime.models import batches, config, loss_of, net
 
     from .clocks import findings
-    from .layers import attending, loss_of_logits, loss_of_parts, mixture
+    from .layers import attending, dividing, loss_of_logits, loss_of_parts, mixture
     from .modes import running
 
     findings.clear()
@@ -352,6 +361,9 @@ def train(case: Case) -> dict[str, Any]:
             model.layers[1] = mixture(48)
         if case.attends:
             model.layers[1] = attending(48)
+        if case.divides:
+            model.layers[0] = dividing(48)
+            model.layers[1] = dividing(48)
         if "activation_checkpointing" in case.options:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)

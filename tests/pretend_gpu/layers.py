@@ -45,6 +45,31 @@ def attending(width: int) -> Any:
     return Attending()
 
 
+def dividing(width: int) -> Any:
+    """Make a layer between whose parts ranks may divide the tokens."""
+    from torch import nn
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(width, 2 * width)
+            self.down = nn.Linear(2 * width, width)
+
+        def forward(self, hidden: Any) -> Any:
+            return self.down(self.up(hidden).tanh())
+
+    class Dividing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.mlp = Mlp()
+
+        def forward(self, hidden: Any) -> Any:
+            return hidden + self.mlp(self.norm(hidden))
+
+    return Dividing()
+
+
 def loss_of_logits(logits: Any, labels: Any) -> Any:
     """Return the mean cross entropy."""
     from torch.nn import functional

@@ -75,6 +75,22 @@ def _gradients() -> None:
     assert torch.equal(output, values[rank].chunk(_SIZE, -1)[rank])
     assert torch.equal(gradient, torch.cat(gradients, -1))
 
+    gather, scatter = (partial(each, dim=0) for each in (collectives.gather_from, collectives.scatter_to))
+    values, gradients, output, gradient = _differentiate(gather, axis)
+    assert torch.equal(output, torch.cat(values))
+    assert torch.equal(gradient, gradients[rank].chunk(_SIZE)[rank])
+    values, gradients, output, gradient = _differentiate(scatter, axis)
+    assert torch.equal(output, values[rank].chunk(_SIZE)[rank])
+    assert torch.equal(gradient, torch.cat(gradients))
+
+    for dim in (0, 1):
+        values, gradients, output, gradient = _differentiate(partial(collectives.gather_to, dim=dim), axis)
+        assert torch.equal(output, torch.cat(values, dim))
+        assert torch.equal(gradient, _sum(gradients).chunk(_SIZE, dim)[rank])
+        values, gradients, output, gradient = _differentiate(partial(collectives.sum_to_shard, dim=dim), axis)
+        assert torch.equal(output, _sum(values).chunk(_SIZE, dim)[rank]) and output.is_contiguous()
+        assert torch.equal(gradient, torch.cat(gradients, dim))
+
     values, gradients, output, gradient = _differentiate(collectives.total, axis)
     assert torch.equal(output, _sum(values)) and torch.equal(gradient, _SIZE * gradients[rank])
 

@@ -103,8 +103,23 @@ def test_sizes_that_do_not_fit_are_refused(section: dict[str, Any], ranks: int, 
             {"parallel": {"tensor": 2}, "checkpoint": {"in_memory": {"every": 5}}},
             "checkpoint.in_memory.*not supported together with tensor parallelism",
         ),
+        *(
+            (
+                {"parallel": {"tensor": 2, other: 2}, "tensor_parallel": {"sequence_parallel": True}},
+                rf"tensor_parallel.sequence_parallel: does not work with parallel.{other} 2 yet",
+            )
+            for other in ("pipeline", "sequence", "expert")
+        ),
+        (
+            {
+                "parallel": {"tensor": 2},
+                "tensor_parallel": {"sequence_parallel": True},
+                "activation_checkpointing": {"enabled": True, "tiled_mlp": True},
+            },
+            "activation_checkpointing.tiled_mlp: does not work with tensor_parallel.sequence_parallel yet",
+        ),
     ],
-    ids=["tensor", "expert", "groups", "node", "memory"],
+    ids=["tensor", "expert", "groups", "node", "memory", "stages", "sequence", "experts", "tiles"],
 )
 def test_contradictions_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -122,3 +137,9 @@ def test_contradictions_are_refused(config: dict[str, Any], said: str) -> None:
 )
 def test_what_has_no_effect_is_told(config: dict[str, Any], said: str) -> None:
     assert any(said in warning for warning in load({"train_batch_size": 8, **config}).warnings)
+
+
+@pytest.mark.parametrize("key", ["sequence_parallel", "vocab_parallel_loss"])
+def test_keys_of_tensor_parallelism_without_it_are_warned_of(key: str) -> None:
+    (said,) = load({"train_batch_size": 8, "tensor_parallel": {key: True}}).warnings
+    assert f"tensor_parallel.{key}" in said and "no effect: tensor parallelism is off" in said

@@ -1,0 +1,300 @@
+"""Divides the tokens between the ranks that share layers, where a model works on each token alone.
+
+This is the sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.05198, 4.2.2).
+
+Note [Token shards]
+    Tensor parallelism leaves norms and residual sums on every rank: each has the activations of all tokens.
+    Here a rank has its share of the tokens there. The first block's input is divided. Each sharded attention
+    or MLP (a region) gathers the tokens (``gather_to``), and its last layer sums its results to shards
+    (``sum_to_shard``) instead of all-reducing them: the same bytes. The last block's output is gathered.
+
+    A parameter that works on shards has one rank's share of its gradient, so the ranks sum it.
+
+    Only passes whose gradients may be needed divide tokens: `generate` has a token at a time. The module that
+    owns the blocks decides at the beginning of its forward pass. A block that is recomputed in a backward
+    pass runs as it has run with gradients, even where reentrant checkpointing has switched these off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ParameterError
+from ..zero import placeholder
+from .collectives import gather_from, gather_to, scatter_to, sum_to_shard
+from .tensor_axis import LAYER, TensorAxis
+
+TOKENS = 1
+"""Is the dimension of tokens: (batch, tokens, width)."""
+_KEY = "hidden_states"
+_WHERE = "tensor_parallel.sequence_parallel"
+
+
+class Regions(NamedTuple):
+    """Says where the tokens of a model are divided."""
+
+    owner: nn.Module
+    """The module that calls the blocks."""
+    blocks: nn.ModuleList
+    regions: dict[str, nn.Module]
+    """The modules that need all tokens, by name."""
+    names: frozenset[str]
+    """Names the linear layers in them."""
+    summed: list[nn.Parameter]
+    """Parameters that work on this rank's tokens alone."""
+
+
+def find_regions(
+    modules: Mapping[str, nn.Module], columns: Collection[str], rows: Collection[str], others: Collection[str]
+) -> Regions:
+    """Find the blocks of a model and their regions by the names of its linear layers.
+
+    Args:
+        modules: All modules of the model.
+        columns: Names of layers that are sharded by columns.
+        rows: Names of layers that are sharded by rows.
+        others: Names of modules that are sharded in another way.
+
+    Raises:
+        ParameterError: The model is built in another way. It names the module.
+    """
+    for name in others:
+        if _list_of(modules, name):
+            raise ParameterError(
+                f"{_WHERE}: {name} is neither colwise nor rowwise in the plan: mixtures of experts, latent "
+                "attention and gathered outputs are not supported"
+            )
+    lists = {_list_of(modules, name) for name in (*columns, *rows)} - {""}
+    if len(lists) != 1:
+        found = f"it has {', '.join(sorted(lists))}" if lists else "it has none"
+        raise ParameterError(
+            f"{_WHERE} needs one torch.nn.ModuleList of blocks with all sharded linear layers; {found}"
+        )
+    (name,) = lists
+    blocks = modules[name]
+    assert isinstance(blocks, nn.ModuleList)
+    inside = f"{name}."
+    names = frozenset(each for each in (*columns, *rows) if each.startswith(inside))
+    regions = {each.rpartition(".")[0] for each in names}
+    for index, block in enumerate(blocks):
+        prefix = f"{name}.{index}"
+        _check_block(prefix, block, [each for each in regions if f"{each}.".startswith(f"{prefix}.")])
+    for region in regions:
+        _check_region(region, modules[region], columns, rows)
+    of_regions = {id(p) for region in regions for p in modules[region].parameters()}
+    biases = [getattr(modules[each], "bias", None) for each in rows if each in names]
+    summed = {id(bias): bias for bias in biases if bias is not None}
+    for key, parameter in blocks.named_parameters():
+        if id(parameter) in of_regions:
+            continue
+        if parameter.dim() > 1:
+            raise ParameterError(
+                f"{_WHERE}: {inside}{key} has {parameter.dim()} dimensions: outside of attention and MLP, "
+                "blocks may have norms and scales alone"
+            )
+        summed[id(parameter)] = parameter
+    for path, module in modules.items():
+        used = [p for p in module.parameters(recurse=False) if id(p) in summed]
+        if used and not path.startswith(inside):
+            raise ParameterError(f"{_WHERE}: {path} shares a parameter with the blocks of {name}")
+    owner = modules[name.rpartition(".")[0]]
+    kept = {each: modules[each] for each in sorted(regions)}
+    return Regions(owner, blocks, kept, names, list(summed.values()))
+
+
+def _list_of(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Return the name of the outermost ModuleList that a module is in; "" if it is in none."""
+    parts = name.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((each for each in names if isinstance(modules[each], nn.ModuleList)), "")
+
+
+def _check_block(name: str, block: nn.Module, regions: list[str]) -> None:
+    if not regions:
+        raise ParameterError(
+            f"{_WHERE}: {name}, {type(block).__name__}, has no sharded linear layer, and may need all tokens"
+        )
+    if name in regions:
+        raise ParameterError(
+            f"{_WHERE}: the sharded linear layers of {name} have to be in modules of their own, one for "
+            "attention and one for the MLP, whose inputs are its hidden states"
+        )
+    nested = [each for each in regions if any(each.startswith(f"{other}.") for other in regions)]
+    if nested:
+        raise ParameterError(f"{_WHERE}: {nested[0]} is inside of another module with sharded linear layers")
+
+
+def _check_region(name: str, region: nn.Module, columns: Collection[str], rows: Collection[str]) -> None:
+    kinds = [any(each.rpartition(".")[0] == name for each in kind) for kind in (columns, rows)]
+    if not all(kinds):
+        raise ParameterError(f"{_WHERE}: {name} needs colwise layers and a rowwise one behind them")
+    for path, module in region.named_modules():
+        full = f"{name}.{path}"
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and full not in columns and full not in rows:
+                raise ParameterError(
+                    f"{_WHERE}: {full}.{key} is not sharded: {name} has all tokens on each rank, so its "
+                    "gradient would be counted once for each rank"
+                )
+
+
+class TokenShards:
+    """Is the hooks of a model whose blocks divide the tokens: see Note [Token shards]."""
+
+    def __init__(self, axis: TensorAxis, found: Regions) -> None:
+        self._axis = axis
+        self._found = found
+        self._is_on = False
+        self.regions = {name: Region(self, axis, name) for name in found.regions}
+        """The regions by their names."""
+
+    def __deepcopy__(self, memo: Any) -> TokenShards:
+        return self  # a copy of a model computes with the same ranks
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether the pass that is going on divides the tokens."""
+        return self._is_on or placeholder.in_backward()
+
+    def install(self) -> None:
+        """Hook the blocks, the module that owns them, and the regions."""
+        found = self._found
+        found.owner.register_forward_pre_hook(self._begin)
+        found.owner.register_forward_hook(self._end, always_call=True)
+        for block in found.blocks:
+            block.register_forward_pre_hook(self._check_block)
+        found.blocks[0].register_forward_pre_hook(self._divide, with_kwargs=True)
+        for name, module in found.regions.items():
+            module.register_forward_pre_hook(self.regions[name].enter, with_kwargs=True)
+            module.register_forward_hook(self.regions[name].leave, always_call=True)
+        found.blocks[-1].register_forward_hook(self._join)
+
+    def refuse_alone(self, name: str) -> None:
+        """Raise ParameterError for a call of a block, or of a region, outside of its model: the ranks sum the
+        gradients of norms and biases, so each would have to work on its own tokens.
+        """
+        if torch.is_grad_enabled() and not self.is_on:
+            raise ParameterError(
+                f"{_WHERE}: {name} is called by itself: call the whole model, or call it under "
+                "torch.no_grad()"
+            )
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._is_on = torch.is_grad_enabled()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._is_on = False
+
+    def _check_block(self, module: nn.Module, args: Any) -> None:
+        self.refuse_alone(type(module).__name__)
+
+    def _divide(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_on:
+            return None
+        hidden = _hidden_of(type(module).__name__, args, kwargs)
+        if hidden.dim() != 3 or hidden.shape[TOKENS] % self._axis.size:
+            raise ParameterError(
+                f"{_WHERE}: {type(module).__name__} gets hidden states of shape {list(hidden.shape)}, "
+                f"expected (batch, tokens, width) with tokens divisible by {self._axis.size}: pad the batches"
+            )
+        found = scatter_to(hidden, self._axis, LAYER, TOKENS)
+        if self._axis.watched is not None:
+            self._axis.watched.tokens.note(found, "the first block's input")
+        return _with_hidden(args, kwargs, found)
+
+    def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_on:
+            return None
+        if isinstance(output, Tensor):
+            return gather_from(output, self._axis, LAYER, TOKENS)
+        first, *rest = output
+        return type(output)((gather_from(first, self._axis, LAYER, TOKENS), *rest))
+
+
+class Region:
+    """Is a module that needs all tokens, in the passes that divide them."""
+
+    def __init__(self, shards: TokenShards, axis: TensorAxis, name: str) -> None:
+        self._shards = shards
+        self._axis = axis
+        self._name = name
+        self._tokens = 0
+        """Counts this rank's tokens of the call that is going on; 0 outside of one."""
+
+    def __deepcopy__(self, memo: Any) -> Region:
+        return self
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the module all tokens. Raises ParameterError for a call outside of the model."""
+        self._shards.refuse_alone(self._name)
+        if not self._shards.is_on:
+            return None
+        hidden = _hidden_of(self._name, args, kwargs)
+        if hidden.dim() != 3:
+            raise ParameterError(
+                f"{_WHERE}: {self._name} gets hidden states of shape {list(hidden.shape)}, expected (batch, "
+                "tokens, width)"
+            )
+        self._tokens = hidden.shape[TOKENS]
+        return _with_hidden(args, kwargs, gather_to(hidden, self._axis, LAYER, TOKENS))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Raise ParameterError unless the module returns this rank's tokens."""
+        tokens = self._tokens
+        self._tokens = 0
+        if not tokens or output is None:  # None: an exception has ended it
+            return
+        first = output if isinstance(output, Tensor) else output[0]
+        if first.shape[TOKENS] != tokens:
+            raise ParameterError(
+                f"{_WHERE}: {self._name} returns {first.shape[TOKENS]} tokens, but this rank has {tokens}: "
+                "its last layer has to be rowwise"
+            )
+
+    def has_all_tokens(self) -> bool:
+        """Tell whether its layers compute with the tokens of all ranks. Raises ParameterError where the
+        module's forward is called without its hooks.
+        """
+        if self._shards.is_on and not self._tokens:
+            raise ParameterError(
+                f"{_WHERE}: the forward of {self._name} is called directly: call the module itself"
+            )
+        return self._shards.is_on
+
+    def sum_to_shard(self, product: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of the ranks' products. Raises ParameterError for products of
+        some tokens alone.
+        """
+        wanted = self._tokens * self._axis.size
+        if product.dim() != 3 or product.shape[TOKENS] != wanted:
+            raise ParameterError(
+                f"{_WHERE}: a layer of {self._name} computes on {list(product.shape)}, expected (batch, "
+                f"{wanted} tokens, width): tiles of tokens and other layouts are not supported"
+            )
+        found = sum_to_shard(product, self._axis, LAYER, TOKENS)
+        if self._axis.watched is not None:
+            self._axis.watched.tokens.note(found, self._name)
+        return found
+
+
+def _hidden_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states that a module is called with. Raises ParameterError."""
+    found = args[0] if args else kwargs.get(_KEY)
+    if not isinstance(found, Tensor):
+        raise ParameterError(
+            f"{_WHERE}: {name} is called without hidden states: they have to be its first argument, or {_KEY}"
+        )
+    return found
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, _KEY: hidden}
