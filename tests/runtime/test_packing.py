@@ -41,6 +41,7 @@ def test_rows_hold_every_sample_once_and_apart() -> None:
             length = end - begin
             if rows["labels"][row, begin:].unique().tolist() == [IGNORED]:
                 assert rows["input_ids"][row, begin:].unique().tolist() == [1], "what fills up the row"
+                assert (rows["attention_mask"][row, 0, begin:, :begin] == -torch.inf).all()
                 break
             assert rows["position_ids"][row, begin:end].tolist() == list(range(length))
             mask = rows["attention_mask"][row, 0, begin:end]
