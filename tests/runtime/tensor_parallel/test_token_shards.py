@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import zlaunch
 from tests.needs import needs_package
@@ -75,8 +76,9 @@ class _Block(nn.Module):
 
 
 class _Network(nn.Module):
-    def __init__(self, block: type[nn.Module] = _Block) -> None:
+    def __init__(self, block: type[nn.Module] = _Block, is_checkpointed: bool = False) -> None:
         super().__init__()
+        self.is_checkpointed = is_checkpointed
         self.words = nn.Embedding(64, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
@@ -84,7 +86,10 @@ class _Network(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         hidden: Tensor = self.words(words)
         for block in self.blocks:
-            hidden, _ = block(hidden)
+            if self.is_checkpointed:
+                hidden, _ = checkpoint(block, hidden, use_reentrant=True)
+            else:
+                hidden, _ = block(hidden)
         found: Tensor = self.norm(hidden)
         return found
 
@@ -149,21 +154,10 @@ def _train(tensor: int, section: dict[str, Any], in_init: bool, is_checkpointed:
     config["gradient_accumulation_steps"] = 2
     if in_init:
         with zlaunch.zero.Init(config_dict_or_path=config):
-            model = _Network()
+            model = _Network(is_checkpointed=is_checkpointed)
     else:
-        model = _Network()
+        model = _Network(is_checkpointed=is_checkpointed)
     model.blocks[0].get_submodule("norm").requires_grad_(False)
-    if is_checkpointed:
-        blocks = list(model.blocks)
-
-        def forward(words: Tensor) -> Tensor:
-            hidden = model.words(words)
-            for block in blocks:
-                hidden, _ = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=True)
-            found: Tensor = model.norm(hidden)
-            return found
-
-        model.__class__ = type("_Checkpointed", (_Network,), {"forward": lambda self, words: forward(words)})
     engine, *_ = zlaunch.initialize(model=model, config=config)
     for batch in data():
         for half in batch.chunk(2):
