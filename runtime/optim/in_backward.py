@@ -121,6 +121,8 @@ class BackwardStep(StepMethod):
                     "during that pass (requires_grad_(False)) or detach its inputs"
                 )
             reducer.clear()  # zeros: the pass reached no parameter, such as one of a model that was frozen
+        # Units are stepped from their masters in this pass: what the script has written to the parameters
+        # has to be in them before.
         for unit in self.units:
             if not unit.shard_params:
                 unit.wait_unsharded()
@@ -128,6 +130,8 @@ class BackwardStep(StepMethod):
         divisor = self._divisor_now()
         assert divisor is not None
         self._divisor = float(divisor())
+        # The norm of this pass is known at its end, when most units have been stepped: the one of the step
+        # before stands for it.
         norm = self.previous_norm
         coefficient = 1.0
         by_norm = self._clip > 0 and not self._by_value
@@ -166,6 +170,7 @@ class BackwardStep(StepMethod):
             return
         unit = bucket.unit
         self.is_changed = True
+        # Not when the sum is there: see Note [Why a unit may change].
         unit.stepped()
         unit.writes.step_ahead()
         if unit.shard_params:
@@ -211,7 +216,7 @@ class BackwardStep(StepMethod):
             self._rule.apply(updates, self._optimizer.optimizer.state)
         store.publish(copy_is_new=True)
         store.drop_grad()
-        store.grad_memory = None
+        store.grad_memory = None  # a store keeps it for the next step; here it is what shall be saved
 
     def end_pass(self) -> None:
         """End a pass: all gradients have arrived."""

@@ -68,6 +68,7 @@ def build_optimizer(
         arguments["betas"] = tuple(arguments["betas"])
     maker: Any = load_object(spec.classes[0])
     if spec.name == "Muon":
+        # "lr" is what both kinds of groups get unless they have a rate of their own.
         rate, *own = (arguments.pop(key, None) for key in ("lr", "muon_lr", "adam_lr"))
         rates = [(1e-3 if rate is None else rate) if each is None else each for each in own]
         groups = split_for_muon(groups, model, muon_lr=rates[0], adam_lr=rates[1])
@@ -193,6 +194,7 @@ def prepare(optimizer: torch.optim.Optimizer, comm: Comm, *, divides_layers: boo
                 f"optimizer {name} exchanges signs between all ranks: remove mics_shard_size, "
                 "zero_hpz_partition_size and quantized gradients and weights"
             )
+        # The phase decides what is sent: groups of one optimizer in two phases would need both.
         agree_on_phase(name, optimizer.param_groups)
         if comm.rank == 0:
             steps = optimizer.param_groups[0]["freeze_step"]
@@ -331,6 +333,7 @@ def needs_whole_tensors(
         raise OptimizerError(f"optimizer {name} is not supported: it {spec.refused}")
     if steps_elements(optimizer) or collective_step_of(optimizer) is not None:
         return False
+    # From here on nothing is known of the class, so it gets what torch would give it, if there is that.
     if whole and not offloaded:
         return True
     place = "offload_optimizer updates tiles" if whole else "this config gives it flat shards"

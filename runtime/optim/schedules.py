@@ -133,6 +133,7 @@ class LRRangeTest(Schedule):
         self._begin()
 
     def get_lr(self) -> list[float]:
+        # The 1 is in DeepSpeed's formula, whose rates this has to give.
         fraction = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             fraction = math.floor(fraction)
@@ -210,6 +211,8 @@ class OneCycle(Schedule):
     def _height(self) -> float:
         """Return the height in the cycle: 0 at the minimum rate, 1 at the maximum."""
         at = self.last_batch_iteration + 1
+        # The place in the cycle, from 0 to 1. DeepSpeed has this form of it, and another that is equal in
+        # exact numbers would round to other rates.
         x = 1.0 + at / self.total_size - math.floor(1.0 + at / self.total_size)
         rising = x <= self.step_ratio
         stairs = self.first_stair_count if rising else self.second_stair_count
@@ -225,6 +228,7 @@ class OneCycle(Schedule):
 
     def _decays(self) -> float:
         """Return the decay steps done; 0 during the cycle, or without decay."""
+        # Without decay_step_size nothing decays; dividing by it would be an error.
         after = self.last_batch_iteration - self.total_size + 1
         return after / self.decay_step_size if self.decay_step_size else 0.0
 
@@ -270,7 +274,7 @@ class WarmupLR(Schedule):
 
     def get_lr(self) -> list[float]:
         i = self.last_batch_iteration
-        if i < 0:
+        if i < 0:  # before the first step; the formula has a logarithm of i + 1
             return list(self.min_lrs)
         warming = i < self.warmup_num_steps
         gamma = _warmup(i, self.warmup_num_steps, self.warmup_type) if warming else self._after_warmup()

@@ -62,9 +62,12 @@ class InnerOptimizer:
 
     def __init__(self, outer: torch.optim.Optimizer) -> None:
         self.outer = outer
+        # Not by its constructor, which may have any arguments, and would make state of groups without
+        # parameters.
         optimizer: Any = object.__new__(type(outer))
         optimizer.__dict__.update(outer.__dict__)
         for name in ("step", "zero_grad"):
+            # a scheduler's wrapper, bound to the script's optimizer
             optimizer.__dict__.pop(name, None)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             optimizer.__dict__[name] = {}  # the engine calls them once a step
@@ -93,6 +96,8 @@ class InnerOptimizer:
             self.outer.param_groups, self.optimizer.param_groups, self._taken, strict=False
         ):
             for key, value in _entries(own).items():
+                # By identity: an entry may be a tensor, and the script may have set the same number again,
+                # which an inner value from before the step must not replace.
                 if key in group and value is not before.get(key):
                     group[key] = value
 
@@ -391,7 +396,7 @@ class ShardedOptimizer:
         """Replace the units that are stepped: those that stay keep their state, new ones begin without. Those
         that are gone had no state. Further param groups are taken from the outer optimizer.
         """
-        self.wait()
+        self.wait()  # a step in the background works on the units and slices of now
         further = self.outer.param_groups[len(self.optimizer.param_groups) :]
         self._inner.add_groups(further)
         self._initial += [self._initial[0] if self._initial else {} for _ in further]
@@ -483,8 +488,12 @@ class ShardedOptimizer:
                 unit.wait_unsharded()
                 unit.writes.sync_to_masters()
         mine = self._reducer.used()
+        # One all-reduce tells the ranks all that they have to agree on: a second one would double the
+        # latency that every step pays.
         agreed = self._all_reduce_step_stats(mine, extra_stats)
         count = extra_stats.numel()
+        # A parameter that this rank has a gradient of is used by definition, so with all of them the host
+        # needs no other rank's counts. Hooks run around steps that are made, and the host has to know first.
         by_device = self.decides_on_device and all(mine) and not (check_finite and has_hooks(self.outer))
         try:
             if by_device:
@@ -497,6 +506,8 @@ class ShardedOptimizer:
         self, agreed: Tensor, count: int, divisor_of: DivisorOf, clip: float, check_finite: bool
     ) -> StepResult:
         facts, marks = self._split_stats(agreed)
+        # Check this first: if the ranks ran the units in different orders, their sums mix gradients of
+        # different units.
         if self._comm.world_size > 1 and bool(self._comm.differs(marks)):
             self._comm.raise_order()
         self._comm.order.forget()
@@ -504,12 +515,13 @@ class ShardedOptimizer:
         extra_stats = numbers[:count]
         (square, stop, changed, *counts) = numbers[count:]
         divisor = float(divisor_of(extra_stats))
-        norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+        norm = math.sqrt(square) / divisor if square >= 0 else math.nan  # NaN is not >= 0
         skipped = check_finite and not math.isfinite(norm)
         if not skipped:
             coefficient = 1.0
             if clip > 0 and norm > clip:
-                coefficient = clip / (norm + 1e-6)
+                coefficient = clip / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+            # Other ranks read these values where they are, in shared memory, until their gathers have ended.
             self._comm.drain()
             self._forget_replaced(changed)
             # a norm of infinity clips everything finite to nothing and leaves NaN, as torch's clipping does
@@ -530,6 +542,7 @@ class ShardedOptimizer:
         differs = self._comm.differs(marks).to(found_inf.dtype)
         skip = torch.maximum(found_inf, differs) if check_finite else differs
         self._comm.drain()
+        # One rank without a check never skips; its kernels then keep their step counts on the host.
         guarded = check_finite or self._comm.world_size > 1
         self._apply([True] * (facts.numel() - 3), 1.0 / multiplier, skip if guarded else None)
         return StepResult(norm, skip, facts[1], differs, extra_stats=extra_stats)
@@ -564,6 +577,7 @@ class ShardedOptimizer:
         own = self.method.own_squares()
         if own:
             total = torch.stack(own).sum()
+        # Each rank that keeps a copy of a shard adds its squares, so each adds its share of them.
         for copies in {} if own else {unit.copies: None for unit in self.units}:
             if squares := self._squares(copies):
                 total = total + torch.stack(squares).sum() / copies
@@ -588,6 +602,7 @@ class ShardedOptimizer:
         run_hooks(self.outer, before=True)
         self._inner.take()
         self._rule.begin(divisor, found_inf)
+        # torch's optimizers pass over a parameter without a gradient, and one slice may cover several.
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
         with named("step"):
             all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)

@@ -102,6 +102,7 @@ class UpdateRule:
         """
         rest: list[SliceUpdate] = []
         in_one_pass: list[SliceUpdate] = []
+        # A kernel steps in one pass over memory; what it does not know of goes through torch's own code.
         for update in updates:
             (in_one_pass if self._fits(update) else rest).append(update)
         if in_one_pass and self._kernel is not None:
@@ -170,7 +171,7 @@ class UpdateRule:
             step = step.__wrapped__
         step(optimizer)
         for update in updates:
-            update.leaf.grad = None
+            update.leaf.grad = None  # the store owns the gradient's memory, and may give it to another unit
 
 
 def _filled(value: Scalar, device: torch.device) -> Tensor:

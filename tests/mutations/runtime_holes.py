@@ -501,8 +501,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/parallel/collectives.py",
-        "return value.narrow(-1, axis.rank * width, width).contiguous()",
-        "return value.narrow(-1, 0, width).contiguous()",
+        "return value.narrow(dim, axis.rank * width, width).contiguous()",
+        "return value.narrow(dim, 0, width).contiguous()",
         "every rank takes the first part",
         ("tests/runtime/tensor_parallel/test_by_hand.py::test_plans_by_hand",),
     ),
