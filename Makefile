@@ -1,5 +1,5 @@
 # make demo: train a small GPT on two workers.   make test: run the tests, except exhaustive ones.
-# make test-fast: run the unit tests (half a minute).
+# make test-fast: run most unit tests (40 s at most).
 # make test-all: run all tests, and the runtime tests on other versions of Python and torch (test-support).
 # make test-quarter: run a quarter of the exhaustive tests, as CI does.   make mutate: run mutation tests.
 # make numerics: compare results with plain torch and write docs/numerics.md (about an hour).

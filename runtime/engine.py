@@ -290,7 +290,9 @@ class Engine(nn.Module):
 
     @property
     def micro_batch_size(self) -> int:
-        """Return the number of samples in one micro-batch on one rank."""
+        """Return the number of samples in one micro-batch on one rank; 1 with a preset until the first loader
+        says it.
+        """
         return int(self._effective.config.train_micro_batch_size_per_gpu or 0)
 
     @property

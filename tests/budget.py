@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.leftovers import MARK, marked, starts
+from tests.leftovers import MARK, marked, possible_starts
 from tests.limits import SLOWER
 
 CASE_S, ROOM_S, TOTAL_S = 10.0, 60.0, 600.0
@@ -135,7 +135,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._starts = starts()
+        self._starts = possible_starts()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -143,7 +143,7 @@ class Recorder:
     ) -> Generator[None, Any, Any]:
         report = yield
         if report.when == "teardown":
-            is_started = starts() != self._starts
+            is_started = possible_starts() != self._starts
             used = self._used(is_started=is_started) - item.stash[_START] + item.stash.get(DETACHED, 0.0)
             used = max(0.0, used)  # a process that is detached takes its time out of the tree
             report.user_properties.append((_PROPERTY, used))

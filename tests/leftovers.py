@@ -35,7 +35,7 @@ def _count(event: str, args: tuple[object, ...]) -> None:
 sys.addaudithook(_count)
 
 
-def starts() -> int:
+def possible_starts() -> int:
     """Return how often this process may have started another.
 
     Where the number has not changed, a test has started nothing. That is so for most unit tests, and a look
@@ -48,20 +48,21 @@ def starts() -> int:
 def ended_afterwards() -> Iterator[Callable[[], bool]]:
     """End everything that is started inside, directly or not, when the block is left.
 
-    Gives a function that tells whether anything may have been started so far.
+    Gives a function that tells whether anything may have been started so far. Where nothing has, nothing is
+    looked for.
     """
     mark = uuid.uuid4().hex
     outer = os.environ.get(MARK)
     os.environ[MARK] = mark
-    before = starts()
+    before = possible_starts()
     try:
-        yield lambda: starts() != before
+        yield lambda: possible_starts() != before
     finally:
         if outer is None:
             del os.environ[MARK]
         else:
             os.environ[MARK] = outer
-        if starts() != before:
+        if possible_starts() != before:
             wait_until(lambda: not _kill(mark), "processes of the test killed")
 
 

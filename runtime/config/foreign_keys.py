@@ -254,7 +254,7 @@ FOREIGN: dict[str, ForeignKey] = {
     **_spelled(_SEQUENCE, "context_parallel_size", "context_parallel_degree", "cp", "cp_size"),
     "sequence_parallel": replace(
         _SEQUENCE,
-        note="its value is a number of ranks; Megatron's sequence parallelism is not supported",
+        note="its value is a number of ranks. Megatron's is tensor_parallel.sequence_parallel",
     ),
     **_spelled(_SEQUENCE, "sp", "sp_size", "context_parallel"),
     **_spelled(_DATA, "dp", "dp_size", "data_parallel_replicate_degree"),

@@ -43,8 +43,8 @@ class TensorParallel(Section):
     "partition_type": "row"}, ...]}, regular expressions for names of weights. Layers that none matches are
     not split. Excludes plan."""
     sequence_parallel: Bool = ok(False)
-    """Divide the tokens between the ranks of the group where blocks work on each token alone: norms, residual
-    sums (Megatron-LM's sequence parallelism; zlaunch's own key)."""
+    """Divide the tokens between the ranks of the group at norms and residual sums: Megatron-LM's sequence
+    parallelism, for 19 families of Hugging Face models (zlaunch's own key)."""
     vocab_parallel_loss: Bool = ok(False)
     """Compute a Hugging Face model's loss from sharded logits, without gathering them. The model then returns
     only the rank's shard of the logits (zlaunch's own key)."""

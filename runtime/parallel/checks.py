@@ -24,7 +24,7 @@ from ..zero.tensors import tensors_in
 from ..zero.unit import Unit, owner_of
 from .forwards import SharedForward
 from .tensor_axis import CHECK, TensorAxis
-from .uses import ActivationUses, ReplicatedUses, ShardUses, TokenUses
+from .uses import ActivationUses, ReplicatedUses, ShardUses
 
 # -- lone uses --------------------------------------------------------------------------------------
 #
@@ -56,7 +56,7 @@ class LoneUses(TorchFunctionMode):
         ``forwards`` of their own are watched.
         """
         super().__init__()
-        self.activations = ActivationUses(ShardUses(), TokenUses(), replicated)
+        self.activations = ActivationUses(ShardUses(), replicated)
         self._names: dict[int, str] = {}
         self._modules: dict[int, list[nn.Module]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -73,9 +73,8 @@ class LoneUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raises ParameterError for a use that the rest of a parameter would be missed in."""
         name = _name_of(func)
-        shards, tokens, replicated = self.activations
+        shards, replicated = self.activations
         shard = shards.before(name, args, kwargs or {})
-        own_tokens = None if _is_of_runtime() else tokens.before(name, args, kwargs or {})
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs or {})):
             if id(each) in self._names and _reads(func, found, each) and not self._knows(id(each)):
@@ -85,8 +84,6 @@ class LoneUses(TorchFunctionMode):
                 )
         if shard is not None:
             shards.after(name, shard, found)
-        if own_tokens is not None:
-            tokens.after(name, own_tokens, found)
         if name not in _HARMLESS:
             replicated.after(name, args, kwargs or {}, found, looks=not _is_of_runtime())
         return found

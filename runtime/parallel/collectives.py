@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def reduce_from(value: Tensor, axis: Axis, channel: Channel, *, owned: bool = Fa
     """Return the sum of the ranks' values.
 
     With ``owned``, the sum is computed in ``value``, which nobody else uses and whose operation has not saved
-    it for its gradient: the result of a product, not that of an exponential. A gradient is never owned:
+    it for its gradient: a product's result, not an exponential's. A gradient is never owned:
     autograd may hand the same tensor to several operations.
     """
     in_place = owned and value.is_contiguous()
@@ -116,17 +116,22 @@ class GradientSum:
 # -- gather and scatter -----------------------------------------------------------------------------
 
 
-class _GatherFrom(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
+    """Joins shards; ``divide`` makes this rank's shard of the gradient: `scatter_to` or `sum_to_shard`."""
+
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, shard: Tensor, axis: Axis, channel: Channel, dim: int, divide: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.axis = axis
         ctx.channel = channel
         ctx.dim = dim
+        ctx.divide = divide
         return torch.cat(axis.all_gather(shard.contiguous(), channel), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter_to(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.divide(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None, None
 
 
 class _ScatterTo(torch.autograd.Function):
@@ -145,7 +150,7 @@ class _ScatterTo(torch.autograd.Function):
 
 def gather_from(shard: Tensor, axis: Axis, channel: Channel, dim: int = -1) -> Tensor:
     """Return the ranks' shards, joined along a dimension."""
-    found: Tensor = _GatherFrom.apply(shard, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
+    found: Tensor = _Gather.apply(shard, axis, channel, dim, scatter_to)  # type: ignore[no-untyped-call]  # torch does not type it
     if axis.follow is not None:
         axis.follow(found, None)
     return found
@@ -164,19 +169,6 @@ def scatter_to(value: Tensor, axis: Axis, channel: Channel, dim: int = -1) -> Te
 # -- gather and sum ---------------------------------------------------------------------------------
 
 
-class _GatherTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
-        ctx.axis = axis
-        ctx.channel = channel
-        ctx.dim = dim
-        return torch.cat(axis.all_gather(shard.contiguous(), channel), dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return sum_to_shard(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None
-
-
 class _SumToShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
@@ -192,7 +184,7 @@ class _SumToShard(torch.autograd.Function):
 
 def gather_to(shard: Tensor, axis: Axis, channel: Channel, dim: int) -> Tensor:
     """Return the ranks' shards, joined along a dimension, for computing with this rank's shard of weights."""
-    found: Tensor = _GatherTo.apply(shard, axis, channel, dim)  # type: ignore[no-untyped-call]  # torch does not type it
+    found: Tensor = _Gather.apply(shard, axis, channel, dim, sum_to_shard)  # type: ignore[no-untyped-call]  # torch does not type it
     if axis.follow is not None:
         axis.follow(found, shard)
     return found

@@ -94,11 +94,10 @@ class RowForward(SharedForward):
                 "rowwise_split_input for whole inputs"
             )
         product = functional.linear(shard, self.module.weight)
-        if self.region is not None and self.region.has_all_tokens():
-            output = self.region.sum_to_shard(product)
-        else:
-            output = reduce_from(product, self.axis, LAYER, owned=True)
         bias = self.module.bias
+        if self.region is not None and self.region.has_all_tokens():
+            return self.region.sum_to_shard(product, bias)
+        output = reduce_from(product, self.axis, LAYER, owned=True)
         return output if bias is None else output + bias
 
 

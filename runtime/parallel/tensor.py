@@ -37,8 +37,8 @@ from .forwards import (
 )
 from .plans import find_plan, keep_states_full
 from .tensor_axis import LAYER, ShardRng, TensorAxis, shard_of_layer
-from .token_shards import TokenShards, find_regions
-from .uses import ReplicatedUses
+from .token_shards import TOKEN_ADVICE, TokenShards, find_blocks
+from .uses import LAYER_ADVICE, ReplicatedUses
 
 # -- decide -----------------------------------------------------------------------------------------
 #
@@ -311,8 +311,8 @@ class Decision:
         """
         if uses_dropout(self.model):
             raise ParameterError(
-                "tensor_parallel.sequence_parallel: the model has dropout, which is not supported: set its "
-                "probabilities to 0"
+                "tensor_parallel.sequence_parallel: the model has dropout, which is not supported: set all "
+                "probabilities to 0, in its modules and its config"
             )
         columns = []
         rows = []
@@ -324,7 +324,7 @@ class Decision:
                 rows.append(name)
             else:
                 others.append(name)
-        found = find_regions(self.modules, columns, rows, others)
+        found = find_blocks(self.modules, columns, rows, others)
         known = {id(parameter) for parameter, _ in self.summed}
         self.summed += [(each, False) for each in found.summed if id(each) not in known]
         self.tokens = TokenShards(self.axis, found)
@@ -439,7 +439,8 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         has_dropout = uses_dropout(model)
         if has_dropout:
             axis.shard_rng = ShardRng(axis.rank, comm.device)
-        replicated = ReplicatedUses(model, axis, LAYER, _with_local_gradients(work))
+        advice = LAYER_ADVICE if work.tokens is None else TOKEN_ADVICE
+        replicated = ReplicatedUses(model, axis, LAYER, _with_local_gradients(work), advice)
         uses = LoneUses(model, {key: work.names[key] for key in work.boxes}, work.forwards, replicated)
         in_backward = config.zero_optimization.step_in_backward
         agreement = Agreement(axis, has_dropout, uses, steps_in_backward=in_backward)

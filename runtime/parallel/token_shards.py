@@ -1,6 +1,6 @@
-"""Divides the tokens between the ranks that share layers, where a model works on each token alone.
+"""Implements Megatron-LM's sequence parallelism: tensor-parallel ranks divide tokens between sharded layers.
 
-This is the sequence parallelism of Megatron-LM (Korthikanti et al., arXiv 2205.05198, 4.2.2).
+Source: Korthikanti et al., arXiv 2205.05198, 4.2.2.
 
 Note [Token shards]
     Tensor parallelism leaves norms and residual sums on every rank: each has the activations of all tokens.
@@ -9,6 +9,10 @@ Note [Token shards]
     (``sum_to_shard``) instead of all-reducing them: the same bytes. The last block's output is gathered.
 
     A parameter that works on shards has one rank's share of its gradient, so the ranks sum it.
+
+    Only the families of `FAMILIES` are divided: their blocks work on each token alone outside of regions, and
+    tests compare their training with one process's. In another model, nobody would notice that it mixes
+    tokens there, or adds positions by the number of tokens that it sees.
 
     Only passes whose gradients may be needed divide tokens: `generate` has a token at a time. The module that
     owns the blocks decides at the beginning of its forward pass. A block that is recomputed in a backward
@@ -28,29 +32,43 @@ from ..zero import placeholder
 from .collectives import gather_from, gather_to, scatter_to, sum_to_shard
 from .tensor_axis import LAYER, TensorAxis
 
-TOKENS = 1
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "olmo", "cohere", "cohere2"),
+    *("granite", "starcoder2", "smollm3", "helium", "nemotron", "arcee", "ernie4_5", "exaone4"),
+)
+"""Names the supported families: the modules of transformers.models that have their blocks."""
+_FILES = frozenset(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES)
+_KNOWN = ("torch.nn.", "transformers.")
+"""Begin the names of modules whose classes a block may have."""
+_TOKENS = 1
 """Is the dimension of tokens: (batch, tokens, width)."""
 _KEY = "hidden_states"
+"""Names the argument of hidden states that are not the first one."""
 _WHERE = "tensor_parallel.sequence_parallel"
+_ORDER = "call all blocks in their order, or remove the key"
+TOKEN_ADVICE = (
+    f"{_WHERE} divides the tokens from the first block to the last: between them, use only what blocks "
+    "return, or remove the key"
+)
 
 
-class Regions(NamedTuple):
-    """Says where the tokens of a model are divided."""
+class DividedBlocks(NamedTuple):
+    """Names the blocks between which the tokens are divided, and the modules in them that need all tokens."""
 
     owner: nn.Module
     """The module that calls the blocks."""
     blocks: nn.ModuleList
     regions: dict[str, nn.Module]
-    """The modules that need all tokens, by name."""
+    """The modules that need all tokens (attention, MLP), by name."""
     names: frozenset[str]
-    """Names the linear layers in them."""
+    """Names the sharded linear layers of the regions."""
     summed: list[nn.Parameter]
     """Parameters that work on this rank's tokens alone."""
 
 
-def find_regions(
+def find_blocks(
     modules: Mapping[str, nn.Module], columns: Collection[str], rows: Collection[str], others: Collection[str]
-) -> Regions:
+) -> DividedBlocks:
     """Find the blocks of a model and their regions by the names of its linear layers.
 
     Args:
@@ -62,6 +80,8 @@ def find_regions(
     Raises:
         ParameterError: The model is built in another way. It names the module.
     """
+    for path in sorted({_list_of(modules, name) for name in (*columns, *rows, *others)} - {""}):
+        _check_family(path, modules[path])
     for name in others:
         if _list_of(modules, name):
             raise ParameterError(
@@ -82,7 +102,7 @@ def find_regions(
     regions = {each.rpartition(".")[0] for each in names}
     for index, block in enumerate(blocks):
         prefix = f"{name}.{index}"
-        _check_block(prefix, block, [each for each in regions if f"{each}.".startswith(f"{prefix}.")])
+        _check_block_of(prefix, block, [each for each in regions if f"{each}.".startswith(f"{prefix}.")])
     for region in regions:
         _check_region(region, modules[region], columns, rows)
     of_regions = {id(p) for region in regions for p in modules[region].parameters()}
@@ -103,7 +123,7 @@ def find_regions(
             raise ParameterError(f"{_WHERE}: {path} shares a parameter with the blocks of {name}")
     owner = modules[name.rpartition(".")[0]]
     kept = {each: modules[each] for each in sorted(regions)}
-    return Regions(owner, blocks, kept, names, list(summed.values()))
+    return DividedBlocks(owner, blocks, kept, names, list(summed.values()))
 
 
 def _list_of(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -113,7 +133,25 @@ def _list_of(modules: Mapping[str, nn.Module], name: str) -> str:
     return next((each for each in names if isinstance(modules[each], nn.ModuleList)), "")
 
 
-def _check_block(name: str, block: nn.Module, regions: list[str]) -> None:
+def _check_family(name: str, blocks: nn.Module) -> None:
+    """Raise ParameterError unless all blocks belong to a supported family, as transformers has them."""
+    for index, block in enumerate(blocks.children()):
+        kind = type(block)
+        if kind.__module__ not in _FILES:
+            raise ParameterError(
+                f"{_WHERE} supports the Hugging Face models {', '.join(FAMILIES)}; {name}.{index} is "
+                f"{kind.__module__}.{kind.__qualname__}"
+            )
+        for path, module in block.named_modules():
+            own = f"{type(module).__module__}.{type(module).__qualname__}"
+            if not own.startswith(_KNOWN):
+                raise ParameterError(
+                    f"{_WHERE}: {name}.{index}.{path} is {own}, which may mix tokens: use the model as "
+                    "transformers has it"
+                )
+
+
+def _check_block_of(name: str, block: nn.Module, regions: list[str]) -> None:
     if not regions:
         raise ParameterError(
             f"{_WHERE}: {name}, {type(block).__name__}, has no sharded linear layer, and may need all tokens"
@@ -143,12 +181,17 @@ def _check_region(name: str, region: nn.Module, columns: Collection[str], rows: 
 
 
 class TokenShards:
-    """Is the hooks of a model whose blocks divide the tokens: see Note [Token shards]."""
+    """Divides the tokens at the first block, and joins them behind the last, by hooks: see Note [Token
+    shards].
+    """
 
-    def __init__(self, axis: TensorAxis, found: Regions) -> None:
+    def __init__(self, axis: TensorAxis, found: DividedBlocks) -> None:
         self._axis = axis
         self._found = found
+        self._first = found.blocks[0]
         self._is_on = False
+        self._is_divided = False
+        """Tells whether the forward pass is between the first block and the end of the last."""
         self.regions = {name: Region(self, axis, name) for name in found.regions}
         """The regions by their names."""
 
@@ -157,7 +200,9 @@ class TokenShards:
 
     @property
     def is_on(self) -> bool:
-        """Tell whether the pass that is going on divides the tokens."""
+        """Tell whether the pass that is going on divides the tokens. In a backward pass that is so: what runs
+        there is recomputed.
+        """
         return self._is_on or placeholder.in_backward()
 
     def install(self) -> None:
@@ -167,7 +212,7 @@ class TokenShards:
         found.owner.register_forward_hook(self._end, always_call=True)
         for block in found.blocks:
             block.register_forward_pre_hook(self._check_block)
-        found.blocks[0].register_forward_pre_hook(self._divide, with_kwargs=True)
+        self._first.register_forward_pre_hook(self._divide, with_kwargs=True)
         for name, module in found.regions.items():
             module.register_forward_pre_hook(self.regions[name].enter, with_kwargs=True)
             module.register_forward_hook(self.regions[name].leave, always_call=True)
@@ -185,38 +230,62 @@ class TokenShards:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._is_on = torch.is_grad_enabled()
+        self._is_divided = False
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the pass. Raises ParameterError where the last block was not called, or hidden states of other
+        blocks are returned.
+        """
+        was_on = self._is_on
+        is_left = self._is_divided
         self._is_on = False
+        self._is_divided = False
+        if not was_on or output is None:  # None: an exception has ended it
+            return
+        name = type(module).__name__
+        if is_left:
+            raise ParameterError(f"{_WHERE}: {name} has not called its last block: {_ORDER}")
+        if getattr(output, _KEY, None) is not None:
+            raise ParameterError(
+                f"{_WHERE}: {name} returns the hidden states of all blocks, of which each rank has its own "
+                "tokens: leave out output_hidden_states, or remove the key"
+            )
 
     def _check_block(self, module: nn.Module, args: Any) -> None:
-        self.refuse_alone(type(module).__name__)
+        name = type(module).__name__
+        self.refuse_alone(name)
+        is_first = module is self._first
+        if self._is_on and self._is_divided == is_first:
+            raise ParameterError(f"{_WHERE}: {name} is not called in the order of the blocks: {_ORDER}")
 
     def _divide(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_on:
             return None
         hidden = _hidden_of(type(module).__name__, args, kwargs)
-        if hidden.dim() != 3 or hidden.shape[TOKENS] % self._axis.size:
+        if hidden.dim() != 3 or hidden.shape[_TOKENS] % self._axis.size:
             raise ParameterError(
                 f"{_WHERE}: {type(module).__name__} gets hidden states of shape {list(hidden.shape)}, "
                 f"expected (batch, tokens, width) with tokens divisible by {self._axis.size}: pad the batches"
             )
-        found = scatter_to(hidden, self._axis, LAYER, TOKENS)
-        if self._axis.watched is not None:
-            self._axis.watched.tokens.note(found, "the first block's input")
+        found = scatter_to(hidden, self._axis, LAYER, _TOKENS)
+        self._is_divided = True
         return _with_hidden(args, kwargs, found)
 
     def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_on:
             return None
+        self._is_divided = False
+        found = gather_from(_first_of(type(module).__name__, output), self._axis, LAYER, _TOKENS)
         if isinstance(output, Tensor):
-            return gather_from(output, self._axis, LAYER, TOKENS)
-        first, *rest = output
-        return type(output)((gather_from(first, self._axis, LAYER, TOKENS), *rest))
+            return found
+        rest = output[1:]
+        if hasattr(output, "_fields"):  # a named tuple takes its values one by one
+            return type(output)(found, *rest)
+        return type(output)([found, *rest])
 
 
 class Region:
-    """Is a module that needs all tokens, in the passes that divide them."""
+    """Gives a module all tokens, and takes its results of this rank's tokens, by hooks."""
 
     def __init__(self, shards: TokenShards, axis: TensorAxis, name: str) -> None:
         self._shards = shards
@@ -239,8 +308,8 @@ class Region:
                 f"{_WHERE}: {self._name} gets hidden states of shape {list(hidden.shape)}, expected (batch, "
                 "tokens, width)"
             )
-        self._tokens = hidden.shape[TOKENS]
-        return _with_hidden(args, kwargs, gather_to(hidden, self._axis, LAYER, TOKENS))
+        self._tokens = hidden.shape[_TOKENS]
+        return _with_hidden(args, kwargs, gather_to(hidden, self._axis, LAYER, _TOKENS))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Raise ParameterError unless the module returns this rank's tokens."""
@@ -248,10 +317,10 @@ class Region:
         self._tokens = 0
         if not tokens or output is None:  # None: an exception has ended it
             return
-        first = output if isinstance(output, Tensor) else output[0]
-        if first.shape[TOKENS] != tokens:
+        first = _first_of(self._name, output)
+        if first.shape[_TOKENS] != tokens:
             raise ParameterError(
-                f"{_WHERE}: {self._name} returns {first.shape[TOKENS]} tokens, but this rank has {tokens}: "
+                f"{_WHERE}: {self._name} returns {first.shape[_TOKENS]} tokens, but this rank has {tokens}: "
                 "its last layer has to be rowwise"
             )
 
@@ -265,20 +334,31 @@ class Region:
             )
         return self._shards.is_on
 
-    def sum_to_shard(self, product: Tensor) -> Tensor:
-        """Return this rank's tokens of the sum of the ranks' products. Raises ParameterError for products of
-        some tokens alone.
+    def sum_to_shard(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """Return this rank's tokens of the sum of the ranks' products, with a bias. Raises ParameterError for
+        products of some tokens alone.
         """
         wanted = self._tokens * self._axis.size
-        if product.dim() != 3 or product.shape[TOKENS] != wanted:
+        if product.dim() != 3 or product.shape[_TOKENS] != wanted:
             raise ParameterError(
                 f"{_WHERE}: a layer of {self._name} computes on {list(product.shape)}, expected (batch, "
                 f"{wanted} tokens, width): tiles of tokens and other layouts are not supported"
             )
-        found = sum_to_shard(product, self._axis, LAYER, TOKENS)
-        if self._axis.watched is not None:
-            self._axis.watched.tokens.note(found, self._name)
-        return found
+        found = sum_to_shard(product, self._axis, LAYER, _TOKENS)
+        return found if bias is None else found + bias
+
+
+def _first_of(name: str, output: Any) -> Tensor:
+    """Return the hidden states that a module has returned, alone or first of several. Raises
+    ParameterError.
+    """
+    found = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(found, Tensor):
+        raise ParameterError(
+            f"{_WHERE}: {name} returns {type(output).__name__}, expected hidden states, or a tuple with them "
+            "first"
+        )
+    return found
 
 
 def _hidden_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

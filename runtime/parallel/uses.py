@@ -18,7 +18,7 @@ from .collectives import GradientSum
 
 # -- shard uses -------------------------------------------------------------------------------------
 #
-# Notices operations across the dimension of activations of which each rank has a shard.
+# Notices operations across the last dimension of activations of which each rank has a shard.
 
 
 _ALL = "all"
@@ -41,11 +41,6 @@ _MIX = ("linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "bilinear")
 class ShardUses:
     """Follows outputs of layers that are sharded by columns through element-wise operations."""
 
-    dim = -1
-    """Is the dimension that is sharded."""
-    mixes: tuple[str, ...] = ()
-    """Names operations that compute along it, whatever dimension they are given."""
-
     def __init__(self) -> None:
         self._shards: Any = WeakTensorKeyDictionary()
         """Maps a shard to the name of the layer whose output it comes from."""
@@ -63,20 +58,20 @@ class ShardUses:
         dimension that is sharded.
         """
         given = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and t in self._shards), None)
-        if given is not None and (name in self.mixes or _is_along(self.dim, name, given, args, kwargs)):
-            raise self.refused(name, self._shards[given])
+        if given is not None and _is_along_last(name, given, args, kwargs):
+            raise self._refused(name, given)
         return given
 
     def after(self, name: str, given: Tensor, found: Any) -> None:
         """Follow an operation on a shard. Raises ParameterError if it has taken some of it."""
-        if name in _CUT and _is_narrower(self.dim, given, found):
-            raise self.refused(name, self._shards[given])
+        if name in _CUT and _is_narrower(given, found):
+            raise self._refused(name, given)
         for each in tree_leaves(found):
             if isinstance(each, Tensor) and name not in _MIX and _is_alike(name, given, each):
                 self._shards[each] = self._shards[given]
 
-    def refused(self, name: str, layer: str) -> ParameterError:
-        """Return the error for an operation on a shard of a layer's output."""
+    def _refused(self, name: str, given: Tensor) -> ParameterError:
+        layer = self._shards[given]
         more = " (packed_colwise shards both halves alike)" if name in (*_CUT, "glu") else ""
         return ParameterError(
             f"tensor parallelism: {name} computes along the outputs of {layer}, which are sharded: set the "
@@ -84,24 +79,7 @@ class ShardUses:
         )
 
 
-class TokenUses(ShardUses):
-    """Follows the tokens of a rank, (batch, tokens, width), between the modules that have all of them."""
-
-    dim = 1
-    mixes = (
-        *("matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "roll", "flip", "pad"),
-        *("conv1d", "conv2d", "flatten", "transpose", "permute", "movedim", "interpolate"),
-    )
-
-    def refused(self, name: str, layer: str) -> ParameterError:
-        """Return the error for an operation that may mix tokens."""
-        return ParameterError(
-            f"tensor_parallel.sequence_parallel: {name} may mix tokens behind {layer}, where each rank has "
-            "its own: outside of attention and MLP, blocks may work on each token alone"
-        )
-
-
-def _is_along(dim: int, name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
+def _is_along_last(name: str, given: Tensor, args: Any, kwargs: Any) -> bool:
     if name not in _DIMS:
         return False
     place, default = _DIMS[name]
@@ -109,7 +87,7 @@ def _is_along(dim: int, name: str, given: Tensor, args: Any, kwargs: Any) -> boo
     if dims is None or dims == _ALL:
         return True
     chosen = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return any(isinstance(each, int) and each % given.dim() == dim % given.dim() for each in chosen)
+    return any(isinstance(dim, int) and dim in (-1, given.dim() - 1) for dim in chosen)
 
 
 def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
@@ -119,9 +97,9 @@ def _is_alike(name: str, given: Tensor, found: Tensor) -> bool:
     return found.shape == given.shape
 
 
-def _is_narrower(dim: int, given: Tensor, found: Any) -> bool:
+def _is_narrower(given: Tensor, found: Any) -> bool:
     return any(
-        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[dim] < given.shape[dim]
+        isinstance(each, Tensor) and each.dim() == given.dim() and 0 < each.shape[-1] < given.shape[-1]
         for each in tree_leaves(found)
     )
 
@@ -143,7 +121,7 @@ _SHARD = "shard"
 _MIXED = "mixed"
 _SHOWN = 3
 _ASSIGNS = "__setitem__"
-_ADVICE = (
+LAYER_ADVICE = (
     "set the style of the preceding layer to colwise_gather_output in tensor_parallel.plan, or remove that "
     "layer from the plan"
 )
@@ -152,10 +130,19 @@ _ADVICE = (
 class ReplicatedUses:
     """Follows the shards through the operations of a pass."""
 
-    def __init__(self, model: nn.Module, axis: Axis, channel: Channel, shards: Collection[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        channel: Channel,
+        shards: Collection[int],
+        advice: str = LAYER_ADVICE,
+    ) -> None:
         """Gradients are summed over ``axis`` in ``channel``. ``shards`` has the ids of parameters whose
-        gradients need no sum, or have one: each rank has a shard of them, or the plan says so.
+        gradients need no sum, or have one: each rank has a shard of them, or the plan says so. ``advice``
+        ends the errors.
         """
+        self._advice = advice
         self._axis = axis
         self._channel = channel
         self._sharded = frozenset(shards)
@@ -235,7 +222,7 @@ class ReplicatedUses:
                     raise ParameterError(
                         f"tensor parallelism: {name} combines a sharded activation with a replicated one, "
                         f"{list(each.shape)}, whose gradient would miss the other ranks' contributions: "
-                        f"{_ADVICE}"
+                        f"{self._advice}"
                     )
             self._use(origins, self._with_shards, name)
         elif kind is None and all(self._origins(each) for each in given):
@@ -254,7 +241,7 @@ class ReplicatedUses:
             if None not in both:
                 raise ParameterError(
                     f"tensor parallelism: {known} is used with a sharded activation ({both[0]}) and with a "
-                    f"replicated one ({both[1]}), so its gradient is only partly reduced: {_ADVICE}"
+                    f"replicated one ({both[1]}), so its gradient is only partly reduced: {self._advice}"
                 )
             if uses is self._with_shards and identity not in self._summed:
                 self._summed.add(identity)
@@ -280,11 +267,9 @@ class ActivationUses(NamedTuple):
     """Follows the activations of the pass that is going on."""
 
     shards: ShardUses
-    tokens: TokenUses
     replicated: ReplicatedUses
 
     def clear(self) -> None:
         """Forget the activations of the pass."""
         self.shards.clear()
-        self.tokens.clear()
         self.replicated.clear()

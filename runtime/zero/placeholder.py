@@ -372,7 +372,7 @@ class ManagedParameter(nn.Parameter):
 def _hidden(name: str) -> None:
     text = (
         f"{name}.grad is not available: the engine owns gradients. To clip, set gradient_clipping in the "
-        "config (max_grad_norm of zlaunch.prepare). For the norm, call engine.get_global_grad_norm() after "
+        "config (max_grad_norm of zlaunch.prepare). For the norm, read engine.grad_norm after "
         "the step. To read or change gradients before it, use zlaunch.safe_get_full_grad(parameter) and "
         "zlaunch.safe_set_full_grad(parameter, value) (not with step_in_backward). "
         "Leave out torch's GradScaler: fp16.enabled scales the loss"

@@ -1,4 +1,4 @@
-"""List mutations of how ranks that share layers divide the tokens."""
+"""List mutations of sequence parallelism in tensor-parallel groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "runtime/parallel/token_shards.py",
         "        summed[id(parameter)] = parameter\n",
         "        pass\n",
-        "gradients of norms are those of one rank's tokens",
+        "gradients of norms cover one rank's tokens only",
         TESTS,
     ),
     Mutation(
         "runtime/parallel/token_shards.py",
         "summed = {id(bias): bias for bias in biases if bias is not None}",
         "summed = {}",
-        "gradients of biases behind a sum are those of one rank's tokens",
+        "gradients of biases after a row layer cover one rank's tokens only",
         TESTS,
     ),
     Mutation(
@@ -44,8 +44,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/parallel/collectives.py",
-        "return sum_to_shard(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None",
-        "return scatter_to(gradient, ctx.axis, ctx.channel, ctx.dim), None, None, None",
+        "_Gather.apply(shard, axis, channel, dim, sum_to_shard)",
+        "_Gather.apply(shard, axis, channel, dim, scatter_to)",
         "gradients of divided tokens lack the other ranks' parts",
         AXIS,
     ),
@@ -57,10 +57,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         AXIS,
     ),
     Mutation(
-        "runtime/parallel/uses.py",
-        "(name in self.mixes or _is_along(self.dim, name, given, args, kwargs))",
-        "(name in self.mixes or _is_along(-1, name, given, args, kwargs))",
-        "a mean over a rank's tokens is taken for that of all",
+        "runtime/parallel/token_shards.py",
+        '            raise ParameterError(f"{_WHERE}: {name} has not called its last block: {_ORDER}")\n',
+        "            pass\n",
+        "a pass without the last block returns some of the tokens",
         TESTS,
     ),
 )

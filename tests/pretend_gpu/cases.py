@@ -35,11 +35,7 @@ PACKED: dict[str, Any] = {"zero_quantized_gradients": True}
 LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True}}
 _PLAN = {"layers.0.up": "colwise", "layers.0.down": "rowwise"}
 SHARED: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": _PLAN}}
-_IN_MODULES = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
-TOKENS: dict[str, Any] = {
-    "parallel": {"tensor": 2},
-    "tensor_parallel": {"plan": _IN_MODULES, "sequence_parallel": True},
-}
+TOKENS: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"sequence_parallel": True}}
 DIVIDED: dict[str, Any] = {"parallel": {"expert": 2}}
 BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 PIPED: dict[str, Any] = {"parallel": {"pipeline": 2}}
@@ -53,6 +49,8 @@ SPLIT_AND_SHARED: dict[str, Any] = {**SHARED, "parallel": {"sequence": 2, "tenso
 
 BEFORE = "Event.synchronize in precision._read < precision.differs"
 """At a step's beginning, for whether the step before was skipped: it ended a whole pass ago."""
+PACKED_SAMPLES = "aten::_local_scalar_dense in engine.forward"
+"""In a forward pass of transformers without a cache, which looks for packed samples."""
 NORM = "tolist in step._step_by_host < step.step"
 ORDER = "aten::_local_scalar_dense in step._step_by_host < step.step"
 """Stands for NORM with several ranks: whether they agree is read first."""
@@ -108,7 +106,7 @@ class Case:
     attends: bool = False
     """Trains a layer of attention."""
     divides: bool = False
-    """Trains layers between which ranks divide the tokens."""
+    """Trains a Llama between whose layers ranks divide the tokens."""
     loads: bool = False
     """Loads a checkpoint after a step."""
     looks: bool = False
@@ -123,6 +121,8 @@ class Case:
         together = self.options.get("optimizer", {"type": "AdamW"})["type"] != "AdamW"
         # a stage has no gradients of the others' parameters, and asks how many ranks have them
         is_stage = "pipeline" in self.options.get("parallel", {})
+        if self.divides:  # what is awaited in the forward pass comes behind the step before
+            return {PACKED_SAMPLES, *self.more_waits}
         if self.zero.keys() & needing or together or is_stage:
             return {ORDER if self.world > 1 else NORM, *self.more_waits}
         return {*([BEFORE] if self.options.keys() & {"bf16", "fp16"} else []), *self.more_waits}
@@ -330,7 +330,7 @@ def train(case: Case) -> dict[str, Any]:
     from tests.runtime.models import batches, config, loss_of, net
 
     from .clocks import findings
-    from .layers import attending, dividing, loss_of_logits, loss_of_parts, mixture
+    from .layers import attending, llama, loss_of_llama, loss_of_logits, loss_of_parts, mixture
     from .modes import running
 
     findings.clear()
@@ -362,8 +362,7 @@ def train(case: Case) -> dict[str, Any]:
         if case.attends:
             model.layers[1] = attending(48)
         if case.divides:
-            model.layers[0] = dividing(48)
-            model.layers[1] = dividing(48)
+            model = llama(48)
         if "activation_checkpointing" in case.options:
             zlaunch.checkpointing.checkpoint_blocks(model)
         engine, *_ = zlaunch.initialize(model=model, config=settings)
@@ -381,9 +380,8 @@ def train(case: Case) -> dict[str, Any]:
                 losses.append(engine.train_batch(iter(pairs), loss_of_logits))
                 continue
             for micro in micros:
-                loss = (loss_of_parts if case.attends else loss_of)(
-                    engine, micro.to(device, non_blocking=True)
-                )
+                compute = loss_of_llama if case.divides else loss_of_parts if case.attends else loss_of
+                loss = compute(engine, micro.to(device, non_blocking=True))
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.detach())

@@ -45,29 +45,25 @@ def attending(width: int) -> Any:
     return Attending()
 
 
-def dividing(width: int) -> Any:
-    """Make a layer between whose parts ranks may divide the tokens."""
-    from torch import nn
+def llama(width: int) -> Any:
+    """Make a model between whose layers ranks may divide the tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(width, 2 * width)
-            self.down = nn.Linear(2 * width, width)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            use_cache=False,
+        )
+    )
 
-        def forward(self, hidden: Any) -> Any:
-            return self.down(self.up(hidden).tanh())
 
-    class Dividing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.mlp = Mlp()
-
-        def forward(self, hidden: Any) -> Any:
-            return hidden + self.mlp(self.norm(hidden))
-
-    return Dividing()
+def loss_of_llama(model: Any, tokens: Any) -> Any:
+    """Return the mean cross entropy of an even number of tokens."""
+    return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
 
 
 def loss_of_logits(logits: Any, labels: Any) -> Any:

@@ -59,6 +59,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**MOE, "head_dim": 8},
     "mamba": {},
+    "qwen2": {},
+    "gemma3_text": {"head_dim": 8},
+    "cohere": {},
+    "cohere2": {},
+    "granite": {},
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0},
+    "smollm3": {},
+    "helium": {"head_dim": 8},
+    "nemotron": {},
+    "arcee": {},
+    "ernie4_5": {},
+    "exaone4": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 

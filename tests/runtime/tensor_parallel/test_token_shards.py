@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import zlaunch
 from tests.needs import needs_package
@@ -23,81 +21,14 @@ from tests.runtime.model_parallel import (
     settings,
 )
 from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.parallel.token_shards import FAMILIES
 
+pytestmark = needs_package("transformers")
 SECTION = {"sequence_parallel": True}
-PLAN = {f"blocks.*.{layer}": "colwise" for layer in ("mix.q", "mix.k", "mix.v", "mlp.up")}
-PLAN |= {"blocks.*.mix.out": "rowwise", "blocks.*.mlp.down": "rowwise"}
-WIDTH = 8
-HEADS = 4
-
-
-class _Mix(nn.Module):
-    """Attends to earlier tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(WIDTH, WIDTH)
-        self.k = nn.Linear(WIDTH, WIDTH)
-        self.v = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        def heads(layer: nn.Linear) -> Tensor:
-            found: Tensor = layer(hidden).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            return found
-
-        q = heads(self.q)
-        found = functional.scaled_dot_product_attention(q, heads(self.k), heads(self.v), is_causal=True)
-        mixed: Tensor = self.out(found.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class _Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return self.down(torch.tanh(self.up(hidden_states))), None
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = _Mix()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
-        self.mlp = _Mlp()
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        hidden = hidden + self.mix(self.norm(hidden))
-        return hidden + self.scale * self.mlp(hidden_states=hidden)[0], "more"
-
-
-class _Network(nn.Module):
-    def __init__(self, block: type[nn.Module] = _Block, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.is_checkpointed = is_checkpointed
-        self.words = nn.Embedding(64, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden: Tensor = self.words(words)
-        for block in self.blocks:
-            if self.is_checkpointed:
-                hidden, _ = checkpoint(block, hidden, use_reentrant=True)
-            else:
-                hidden, _ = block(hidden)
-        found: Tensor = self.norm(hidden)
-        return found
-
 
 # -- as one process
 
 
-@needs_package("transformers")
 @pytest.mark.rotated
 @pytest.mark.multi_gpu
 @pytest.mark.sampled(1)
@@ -105,14 +36,13 @@ class _Network(nn.Module):
     ("families", "world", "tensor", "stages", "changes", "more"),
     [
         (["llama"], 4, 2, [0, 1, 2, 3], {}, {}),
-        (["qwen3", "mistral", "gemma2", "phi", "olmo"], 2, 2, [3], {}, {}),
         (["llama", "qwen3"], 4, 4, [1, 3], {}, {"vocab_parallel_loss": True}),
         (["qwen3"], 2, 2, [3], {"vocab_size": 65, "attention_bias": True}, {}),
         (["gemma"], 2, 2, [2], {"tie_word_embeddings": True}, {}),
     ],
-    ids=["stages", "families", "shared heads", "biases", "tied"],
+    ids=["stages", "shared heads", "biases", "tied"],
 )
-def test_families_train_as_one_process(
+def test_training_equals_one_process(
     families: list[str],
     world: int,
     tensor: int,
@@ -120,18 +50,21 @@ def test_families_train_as_one_process(
     changes: dict[str, Any],
     more: dict[str, Any],
 ) -> None:
+    section = {**SECTION, **more}
+    parallel = {"tensor": tensor}
     assert_equals_one_process(
-        families,
-        world,
-        stages,
-        {"tensor": tensor},
-        attention="eager",
-        changes=changes,
-        tensor_parallel={**SECTION, **more},
+        families, world, stages, parallel, attention="eager", changes=changes, tensor_parallel=section
     )
 
 
-@needs_package("transformers")
+@pytest.mark.rotated
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("first", range(4))
+def test_every_family_trains_as_one_process(first: int) -> None:
+    families = ["gemma3_text" if each == "gemma3" else each for each in FAMILIES[first::4]]
+    assert_equals_one_process(families, 2, [3], {"tensor": 2}, attention="eager", tensor_parallel=SECTION)
+
+
 @pytest.mark.rotated
 @pytest.mark.multi_gpu
 def test_checkpointed_blocks_train_as_one_process() -> None:
@@ -146,34 +79,44 @@ def test_checkpointed_blocks_train_as_one_process() -> None:
     )
 
 
-def _train(tensor: int, section: dict[str, Any], in_init: bool, is_checkpointed: bool) -> dict[str, Tensor]:
+def _train(tensor: int, section: dict[str, Any], in_init: bool, reentrant: bool | None) -> dict[str, Tensor]:
     join()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(4)
     config = settings(3, tensor, 1, train_micro_batch_size_per_gpu=BATCH // 2, tensor_parallel=section)
     config["gradient_accumulation_steps"] = 2
+    torch.set_default_dtype(torch.float64)
     if in_init:
         with zlaunch.zero.Init(config_dict_or_path=config):
-            model = _Network(is_checkpointed=is_checkpointed)
+            model = make("phi")
     else:
-        model = _Network(is_checkpointed=is_checkpointed)
-    model.blocks[0].get_submodule("norm").requires_grad_(False)
+        model = make("phi")
+    model.model.layers[0].input_layernorm.requires_grad_(False)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()  # or a reentrant checkpoint gives no gradients
     engine, *_ = zlaunch.initialize(model=model, config=config)
     for batch in data():
-        for half in batch.chunk(2):
-            engine.backward(engine(half[:, :8]).square().mean())
+        halves = batch.chunk(2)
+        # both passes before the first backward pass, with other lengths
+        losses = [
+            engine(input_ids=half[:, :length], labels=half[:, :length]).loss
+            for half, length in zip(halves, (8, 6), strict=True)
+        ]
+        for loss in losses:
+            engine.backward(loss)
             engine.step()
         with torch.no_grad():
-            engine(batch[:, :5])  # cannot be divided, and need not be
+            engine(input_ids=batch[:, :5])  # cannot be divided, and need not be
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 @pytest.mark.parametrize(
-    ("in_init", "is_checkpointed"), [(False, False), (True, True)], ids=["plain", "zero.Init, checkpointed"]
+    ("in_init", "reentrant"),
+    [(False, None), (True, True), (False, False)],
+    ids=["plain", "zero.Init, reentrant", "not reentrant"],
 )
-def test_a_model_of_ones_own_trains_as_one_process(in_init: bool, is_checkpointed: bool) -> None:
-    wanted = run_workers(_train, 1, 1, {}, False, False)[0]
-    for found in run_workers(_train, 2, 2, {**SECTION, "plan": PLAN}, in_init, is_checkpointed):
+def test_passes_of_any_kind_train_as_one_process(in_init: bool, reentrant: bool | None) -> None:
+    wanted = run_workers(_train, 1, 1, {}, False, None)[0]
+    for found in run_workers(_train, 2, 2, SECTION, in_init, reentrant):
         assert distance(found, wanted) < TOLERANCE
 
 
@@ -181,186 +124,171 @@ def test_a_model_of_ones_own_trains_as_one_process(in_init: bool, is_checkpointe
 
 
 def _costs(section: dict[str, Any]) -> tuple[int, dict[str, int]]:
-    """Return the bytes that the pass has saved for the gradients, and what was sent."""
+    """Return the bytes that a pass keeps for the gradients, and what was sent."""
     join()
-    torch.manual_seed(4)
-    model = _Network()
-    for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
-        norm.requires_grad_(False)
-    model.requires_grad_(False)
-    model.words.requires_grad_(True)
-    engine, *_ = zlaunch.initialize(model=model, config=settings(0, 2, 1, tensor_parallel=section))
-    saved: dict[int, int] = {}
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=settings(0, 2, 1, tensor_parallel=section))
+    own = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
+    kept: dict[int, Tensor] = {}
 
     def pack(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
+        if value.untyped_storage().data_ptr() not in own:
+            kept[value.untyped_storage().data_ptr()] = value
         return value
 
+    tokens = data()[0][:, :8]
     engine.comm.moved.clear()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        loss = engine(data()[0][:, :8]).square().mean()
+        loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
-    return sum(saved.values()), dict(engine.comm.moved)
+    return sum(each.untyped_storage().nbytes() for each in kept.values()), dict(engine.comm.moved)
 
 
-def test_less_is_saved_and_as_much_is_sent() -> None:
-    full = run_workers(_costs, 2, {"plan": PLAN})[0]
-    divided = run_workers(_costs, 2, {"plan": PLAN, **SECTION})[0]
-    hidden = BATCH * 8 * WIDTH
-    assert full[0] - divided[0] >= 2 * 4 * hidden // 2, "half of the input of each norm, at least"
-    # the input of the first block is divided, which costs nothing, and its gradient gathered
-    assert divided[1]["tensor"] == full[1]["tensor"] + 2 * hidden
-
-
-@needs_package("transformers")
-def test_generation_is_that_of_one_process() -> None:
-    wanted = run_workers(_generate, 1, 1)[0]
-    assert run_workers(_generate, 2, 2) == [wanted] * 2
+def test_less_is_kept_and_about_as_much_is_sent() -> None:
+    full = run_workers(_costs, 2, {})[0]
+    divided = run_workers(_costs, 2, SECTION)[0]
+    hidden = BATCH * 8 * 32
+    assert full[0] - divided[0] >= 4 * 8 * hidden // 2, "half of the input of each of four norms, at least"
+    # the gradient of the first block's input and the last block's output are gathered, and norms summed
+    assert divided[1]["tensor"] == full[1]["tensor"] + 2 * hidden + 2 * 4 * 32
 
 
 def _generate(tensor: int) -> list[int]:
     join()
     section = SECTION if tensor > 1 else {}
-    engine, *_ = zlaunch.initialize(
-        model=make("llama"), config=settings(3, tensor, 1, tensor_parallel=section)
-    )
+    config = settings(3, tensor, 1, tensor_parallel=section)
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=config)
     generate: Any = engine.module.generate
     found: Tensor = generate(input_ids=data()[0][:2, :5], max_new_tokens=7, do_sample=False, pad_token_id=0)
     tokens: list[int] = found.flatten().tolist()
     return tokens
 
 
+def test_generation_is_that_of_one_process() -> None:
+    wanted = run_workers(_generate, 1, 1)[0]
+    assert run_workers(_generate, 2, 2) == [wanted] * 2
+
+
 # -- what is refused
 
 
-class _Convolved(_Block):
+class _Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mixer = nn.Conv1d(WIDTH, WIDTH, 3)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
 
 
-class _Gated(_Block):
+class _Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp.gate = nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList([_Own()])
 
 
-class _Flat(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+def _with_own_norm() -> nn.Module:
+    model = make("llama")
+
+    class Norm(nn.LayerNorm):
+        """Is a norm of the script's own."""
+
+    model.model.layers[1].input_layernorm = Norm(32, dtype=torch.float64)
+    return model
 
 
-class _Dropped(_Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-
-class _Flattened(_Block):
-    """Gives its MLP rows of tokens."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        return hidden + self.mlp(hidden.reshape(-1, WIDTH))[0].view_as(hidden), ""
-
-
-class _Direct(_Block):
-    """Calls the forward of its attention."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        return hidden + self.mix.forward(hidden), ""
-
-
-class _Averaged(_Block):
-    """Adds the mean of all tokens."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        found: tuple[Tensor, str] = super().forward(hidden * 2)
-        return found[0] + hidden.mean(1, keepdim=True), ""
-
-
-class _Shifted(_Block):
-    """Adds each token to the next."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, str]:
-        found: tuple[Tensor, str] = super().forward(hidden)
-        return functional.pad(found[0][:, :-1], (0, 0, 1, 0)) + found[0], ""
-
-
-class _Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-
-_FLAT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-_WORDS = {"words": "embedding_rowwise"}
-WRONG: dict[str, tuple[type[nn.Module], dict[str, str], str]] = {
-    "convolution": (_Convolved, PLAN, r"blocks.0.mixer.weight has 3 dimensions"),
-    "gate": (_Gated, PLAN, r"blocks.\d.mlp.gate.weight is not sharded"),
-    "block itself": (
-        _Flat,
-        _FLAT,
-        r"the sharded linear layers of blocks.0 have to be in modules of their own",
+_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+_HALF = {f"model.layers.*.mlp.{each}_proj": "colwise" for each in ("gate", "up")}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "own": (_Network, {"plan": _PLAN}, r"supports the Hugging Face models llama, .*; layers.0 is .*_Own"),
+    "mixture": (lambda: make("mixtral"), {}, r"supports the .*; model.layers.0 is transformers.*Mixtral"),
+    "norm": (_with_own_norm, {}, r"model.layers.1.input_layernorm is .*Norm, which may mix tokens"),
+    "dropout": (lambda: make("llama", attention_dropout=0.1), {}, "the model has dropout"),
+    "columns": (
+        lambda: make("llama"),
+        {"plan": _HALF},
+        r"layers.0, LlamaDecoderLayer|mlp needs colwise layers",
     ),
-    "dropout": (_Dropped, PLAN, "the model has dropout"),
-    "no block": (_Bare, _WORDS, r"needs one torch.nn.ModuleList of blocks .* it has none"),
-    "columns alone": (
-        _Block,
-        {"blocks.*.mlp.up": "colwise"},
-        r"blocks.\d.mlp needs colwise layers and a row",
-    ),
-    "gathered": (
-        _Block,
-        {**PLAN, "blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"},
-        r"blocks.0.mlp.up is neither colwise nor rowwise",
-    ),
-    "rows": (_Flattened, PLAN, r"blocks.0.mlp gets hidden states of shape \[32, 8\]"),
-    "mean": (_Averaged, PLAN, "mean may mix tokens behind the first block's input"),
-    "shift": (_Shifted, PLAN, "__getitem__ may mix tokens behind the first block's input"),
-    "direct call": (_Direct, PLAN, r"the forward of blocks.0.mix is called directly"),
 }
 
 
-def _refuse() -> dict[str, str]:
+def _refused_models() -> dict[str, str]:
     join()
     said = {}
-    for name, (kind, plan, _) in WRONG.items():
-        try:
-            config = settings(1, 2, 1, tensor_parallel={**SECTION, "plan": plan})
-            engine, *_ = zlaunch.initialize(model=_Network(kind), config=config)
-            engine(data()[0][:, :8])
-        except zlaunch.ParameterError as error:
-            said[name] = str(error)
-    config = settings(1, 2, 1, tensor_parallel={**SECTION, "plan": PLAN})
-    engine, *_ = zlaunch.initialize(model=_Network(), config=config)
-    hidden = torch.zeros(2, 4, WIDTH)
-    block = engine.module.get_submodule("blocks.0")
-    attention = engine.module.get_submodule("blocks.0.mix")
-    calls: dict[str, Callable[[], Any]] = {
-        "odd": lambda: engine(data()[0][:, :5]),
-        "block": lambda: block(hidden),
-        "attention": lambda: attention(hidden),
-    }
-    for name, call in calls.items():
-        try:
-            call()
-        except zlaunch.ParameterError as error:
-            said[name] = str(error)
-    with torch.no_grad():
-        attention(hidden)
+    for name, (build, more, _) in MODELS.items():
+        with pytest.raises(zlaunch.ParameterError) as caught:
+            zlaunch.initialize(model=build(), config=settings(1, 2, 1, tensor_parallel={**SECTION, **more}))
+        said[name] = str(caught.value)
     return said
 
 
-def test_what_would_be_wrong_is_refused_by_name() -> None:
-    wanted = {name: text for name, (_, _, text) in WRONG.items()}
-    wanted["odd"] = r"Block gets hidden states of shape \[8, 5, 8\].* tokens divisible by 2: pad the batches"
-    wanted["block"] = "_Block is called by itself: call the whole model"
-    wanted["attention"] = "blocks.0.mix is called by itself"
-    for said in run_workers(_refuse, 2):
-        assert said.keys() == wanted.keys()
-        for name, text in wanted.items():
+def test_models_that_might_be_divided_wrongly_are_refused() -> None:
+    for said in run_workers(_refused_models, 2):
+        for name, (_, _, text) in MODELS.items():
+            with pytest.raises(zlaunch.ParameterError, match=text):
+                raise zlaunch.ParameterError(said[name])
+
+
+CALLS = {
+    "odd": r"LlamaDecoderLayer gets hidden states of shape \[8, 5, 32\].* divisible by 2: pad the batches",
+    "states": "LlamaModel returns the hidden states of all blocks",
+    "block": "LlamaDecoderLayer is called by itself: call the whole model",
+    "attention": "model.layers.0.self_attn is called by itself",
+    "forward": "the forward of model.layers.0.mlp is called directly",
+    "early": "LlamaModel has not called its last block",
+    "late": "LlamaDecoderLayer is not called in the order of the blocks",
+}
+
+
+def _refused_calls() -> dict[str, str]:
+    join()
+    model = make("llama")
+    engine, *_ = zlaunch.initialize(model=model, config=settings(1, 2, 1, tensor_parallel=SECTION))
+    tokens = data()[0][:, :8]
+    hidden = torch.zeros(2, 4, 32, dtype=torch.float64)
+    mlp: Any = model.model.layers[0].mlp
+    blocks = model.model.layers
+
+    def change_of_layers(changed: Any) -> None:
+        blocks._modules.update(changed)
+        engine(input_ids=tokens)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "odd": lambda: engine(input_ids=tokens[:, :5]),
+        "states": lambda: engine(input_ids=tokens, output_hidden_states=True),
+        "block": lambda: blocks[0](hidden),
+        "attention": lambda: model.model.layers[0].self_attn(hidden, None, None),
+        "forward": lambda: _call_forward(engine, mlp, tokens),
+        "early": lambda: _with_fewer_layers(engine, model, tokens),
+        "late": lambda: change_of_layers({"0": blocks[1], "1": blocks[0]}),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(zlaunch.ParameterError) as caught:
+            call()
+        said[name] = str(caught.value)
+    with torch.no_grad():
+        mlp(hidden)
+    return said
+
+
+def _call_forward(engine: Any, mlp: Any, tokens: Tensor) -> None:
+    """Call the forward of an MLP where its module would be called."""
+    kept = mlp._call_impl
+    mlp._call_impl = mlp.forward
+    try:
+        engine(input_ids=tokens)
+    finally:
+        mlp._call_impl = kept
+
+
+def _with_fewer_layers(engine: Any, model: Any, tokens: Tensor) -> None:
+    model.config.num_hidden_layers = 1
+    try:
+        engine(input_ids=tokens)
+    finally:
+        model.config.num_hidden_layers = 2
+
+
+def test_calls_that_cannot_be_divided_are_refused_by_name() -> None:
+    for said in run_workers(_refused_calls, 2):
+        for name, text in CALLS.items():
             with pytest.raises(zlaunch.ParameterError, match=text):
                 raise zlaunch.ParameterError(said[name])
