@@ -497,14 +497,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return reduce_from(gradient, ctx.axis, ctx.channel), None, None",
         "        return gradient, None, None",
         "gradients of a layer's input lack the other ranks' parts",
-        ("tests/runtime/tensor_parallel/test_by_hand.py::test_plans_by_hand",),
+        ("tests/runtime/comm/test_axis.py",),
     ),
     Mutation(
         "runtime/parallel/collectives.py",
         "return value.narrow(dim, axis.rank * width, width).contiguous()",
         "return value.narrow(dim, 0, width).contiguous()",
         "every rank takes the first part",
-        ("tests/runtime/tensor_parallel/test_by_hand.py::test_plans_by_hand",),
+        ("tests/runtime/comm/test_axis.py",),
     ),
     Mutation(
         "runtime/optim/schedules.py",

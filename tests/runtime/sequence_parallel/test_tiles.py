@@ -38,7 +38,6 @@ def _train(
 TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 6}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("world", "parallel", "stage", "section"),

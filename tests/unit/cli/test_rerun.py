@@ -222,7 +222,7 @@ def test_a_script_that_is_no_file_by_now_is_not_read(scene: Scene) -> None:
     assert scene.warnings()[0] == f"script not compared: {scene.script}: is not a file"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.rotated
 def test_untracked_files_are_compared(scene: Scene) -> None:
     for name in ("helper.py", "old.py", "same.py"):
         (scene.folder / name).write_text("x = 1\n")
