@@ -214,7 +214,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _torch_checkpoint(run, *values, use_reentrant=False, context_fn=_contexts)
 
 
-_uncompiled: Callable[..., Any] = torch.compiler.disable(checkpoint)  # type: ignore[no-untyped-call]
+# Not torch.compiler.disable, which imports the compiler at once: a second for each script that imports
+# zlaunch. torch's optimizers use this one, for the same reason.
+_uncompiled: Callable[..., Any] = torch._disable_dynamo(checkpoint)  # type: ignore[attr-defined]
 
 
 class Recomputation:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,12 @@ def test_workers_have_what_their_script_will_import(
     launch = run(tmp_path, "--num_gpus=2", script=SAYS.format(rest=rest))
     assert launch.process.returncode == 0, launch.err
     assert launch.log(0) == launch.log(1) == f"{modules}\n"
+
+
+def test_importing_zlaunch_leaves_the_compiler_out() -> None:
+    code = "import sys, zlaunch.runtime.api; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_script_without_torch_does_not_wait_for_it(tmp_path: Path) -> None:
