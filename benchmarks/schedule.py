@@ -32,7 +32,15 @@ NARROWER = 64
 RANKS = 2
 """Sets how many ranks run here. Collectives take the time that they take on all GPUs of the `Machine`."""
 STEPS = 4
-"""Counts the steps that find orders and settle sizes, before the one that is measured."""
+"""Counts the passes that find orders and settle sizes. The optimizer's step after them and one more pass are
+measured.
+"""
+NORM_BYTES = 2
+"""Bytes of a shard's element that the gradient's norm reads."""
+ADAM_BYTES = 26
+"""Bytes of an element that AdamW's kernel reads and writes: a gradient of 16 bits, and a master value and
+two moments in fp32. FSDP2 has a fp32 gradient; its step is taken to be as long.
+"""
 LIMIT_S = 1200
 
 
@@ -118,8 +126,8 @@ def model_flops(shape: Shape) -> float:
 
 
 def summarize(shape: Shape, machine: Machine, length: int, live: int) -> dict[str, Any]:
-    """Summarize the timeline: milliseconds of the pass, what of it the default stream waits for collectives,
-    GiB of gathered parameters and gradient buckets at most, and MFU without the optimizer's step.
+    """Summarize the timeline: milliseconds of the step, what of it the default stream waits for collectives,
+    GiB of gathered parameters and gradient buckets at most, and MFU.
     """
     from tests.pretend_gpu.streams import DEFAULT
     from tests.pretend_gpu.timeline import timeline
@@ -136,7 +144,7 @@ def summarize(shape: Shape, machine: Machine, length: int, live: int) -> dict[st
         if span.actor != DEFAULT.actor:
             moved["reduce" if "reduce" in span.name else "gather"] += span.stop - span.start
     return {
-        "pass_ms": length / 1e6,
+        "step_ms": length / 1e6,
         "exposed_gathers_ms": exposed["gather"] / 1e6,
         "exposed_reductions_ms": exposed["reduce"] / 1e6,
         "gathers_ms": moved["gather"] / 1e6,
@@ -259,7 +267,7 @@ def _config(prefetch: float, max_live: float | None, offload: str | None) -> dic
 def run_rank(
     name: str, prefetch: float, max_live: float | None, *, checkpoint: bool, offload: str | None
 ) -> dict[str, Any]:
-    """Train as one of the ranks, and return the summary of the last step's pass."""
+    """Train as one of the ranks, and return the summary of the last step of the optimizer and a pass."""
     from tests.pretend_gpu import device
 
     device.install()
@@ -269,12 +277,34 @@ def run_rank(
     import zlaunch
     from tests.pretend_gpu.memory import allocated, is_on_device, without_modes
     from tests.pretend_gpu.modes import running
-    from tests.pretend_gpu.streams import DEFAULT
+    from tests.pretend_gpu.streams import DEFAULT, current_stream
     from tests.pretend_gpu.timeline import timeline
+    from zlaunch.cuda_ops import step as optimizer_steps
     from zlaunch.runtime import build
+    from zlaunch.runtime.zero import store
 
     shape, machine = SHAPES[name]
     scale = NARROWER**2
+
+    def timed(module: Any, function: str, name: str, nbytes: int) -> None:
+        """Let a function have the length of its kernel, not that of the operations of plain torch."""
+        run = getattr(module, function)
+
+        def call(given: Any, *arguments: Any) -> Any:
+            cost = timeline.cost
+            timeline.cost = None
+            result = run(given, *arguments)
+            timeline.cost = cost
+            if cost is not None:
+                numel = sum(tensor.numel() for tensor in (given if isinstance(given, list) else [given]))
+                length = machine.copy(scale * nbytes * numel * RANKS / machine.ranks)
+                timeline.spend(current_stream().actor, name, length)
+            return result
+
+        setattr(module, function, call)
+
+    timed(store, "sums_of_squares", "norm", NORM_BYTES)
+    timed(optimizer_steps, "adam_step", "step", ADAM_BYTES)
     plain: Any = build.ShardingOptions
     # a norm of the wide model is a block
     build.ShardingOptions = lambda **options: plain(**{**options, "minimum_numel": NARROWER // 2})  # type: ignore[assignment, misc]
@@ -309,15 +339,15 @@ def run_rank(
         shards |= {unit.numel // RANKS for unit in engine.units}
         tokens = torch.zeros(1, 2, dtype=torch.int64).to(place)
         for step in range(STEPS + 1):
-            torch.cuda.synchronize()
-            if step == STEPS:
-                before = allocated()
-                begin = timeline.now(DEFAULT.actor)
-                timeline.begin(cost)
             loss = engine(tokens).float().mean()
             engine.backward(loss)
             end = timeline.now(DEFAULT.actor)
             timeline.cost = None
+            if step == STEPS - 1:
+                torch.cuda.synchronize()
+                before = allocated()
+                begin = timeline.now(DEFAULT.actor)
+                timeline.begin(cost)
             engine.step()
         engine.destroy()
     return summarize(shape, machine, end - begin, scale * (most - before))
@@ -345,6 +375,9 @@ def run_fsdp2(name: str, *, checkpoint: bool) -> dict[str, Any]:
     copied = Event()
     live = most = 0
     timeline.begin(lambda *_: 0)
+    for kernel, nbytes in (("norm", NORM_BYTES), ("step", ADAM_BYTES)):
+        timeline.spend(DEFAULT.actor, kernel, machine.copy(nbytes * shape.numel / machine.ranks))
+    gather.wait_stream(DEFAULT)
 
     def start(index: int) -> None:
         # the memory of the gather before is used again: once its values have been copied out

@@ -224,6 +224,7 @@ def build_engine(
                 whole=whole,
                 make_method=_choose_method(client, effective.config, comm, offload),
                 on_device=on_gpu,
+                used_first=sharded.used_first,
             )
         scheduler = _make_scheduler(lr_scheduler, effective, client)
         undo.pop_all()

@@ -56,6 +56,13 @@ class RankLink:
         self.shared: SharedMemory | None = None
         self._native_reduce_scatter = device.type != "cpu"
 
+    @property
+    def gathers_on_any_stream(self) -> bool:
+        """Tell whether a gather may start on another stream than the one that waits for it: on a GPU, if it
+        is a single collective that allocates nothing.
+        """
+        return self.device.type == "cuda" and self.size > 1
+
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's slice of a flat tensor of the group."""
         s = tensor.numel() // self.size

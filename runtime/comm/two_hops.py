@@ -203,6 +203,10 @@ class PackedLink(RankLink):
     def _add(self, nbytes: int) -> None:
         self.moved += nbytes if self.size > 1 else 0
 
+    @property
+    def gathers_on_any_stream(self) -> bool:
+        return super().gathers_on_any_stream and not (self.rounds(True) or self.rounds(False))
+
     def rounds(self, trained: bool) -> bool:
         if self.shared is not None or self.size == 1:
             return False
@@ -320,6 +324,10 @@ class TwoHops(RankLink):
         self._reductions = Relay(self.advance)
         waits.helpers.add(self)
         self._sides: dict[int, torch.cuda.Stream] = {}
+
+    @property
+    def gathers_on_any_stream(self) -> bool:
+        return False  # the first hop allocates a buffer
 
     def rounds(self, trained: bool) -> bool:
         return (self.outer if self.over_all else self.inner).rounds(trained)

@@ -342,6 +342,13 @@ class ShardedOptimizer:
 
     That optimizer stays the caller's (schedulers keep working, ``param_groups`` stay live); an inner one of
     its class, :attr:`optimizer`, has the shards in its groups.
+
+    Note [Gathers beside the step]. Nothing computes before the first blocks of a forward pass that their
+    gathers could run beside, except the step: its kernels are still running on the GPU when the host calls
+    the model. So the units that a pass uses first are stepped first, and the stream is marked behind each
+    (``Unit.prepare_gather``). Their gathers begin at these marks instead of behind the whole step. They are
+    still started by the forward pass: what the script changes in between is sent, because a write to the
+    values forgets the mark, and all ranks start the same collectives in the same order.
     """
 
     def __init__(
@@ -354,10 +361,12 @@ class ShardedOptimizer:
         whole: bool = False,
         make_method: Callable[[Sequence[Unit]], StepMethod] | None = None,
         on_device: bool = False,
+        used_first: Callable[[], Sequence[Unit]] = tuple,
     ) -> None:
         """Prepare to step ``units``. ``whole``: the optimizer gets whole tensors, which this rank must have.
         ``make_method`` is given the units, which may be replaced later, if not all are stepped at once.
         ``on_device``: decisions are made there where that is possible, so that the host never waits for it.
+        ``used_first`` returns the units that the next forward pass uses first.
         """
         self._initial = take_initial_state(optimizer)
         self._inner = InnerOptimizer(optimizer)
@@ -371,6 +380,7 @@ class ShardedOptimizer:
         # The reducer passes each unit's gradient to the step method, which is a GradientConsumer.
         reducer.consumer = self.method
         self._on_device = on_device
+        self._used_first = used_first
         self._state_changed = False
         """Tells that this rank's state has been replaced since the last step."""
         self._take_units(units)
@@ -604,15 +614,21 @@ class ShardedOptimizer:
         self._rule.begin(divisor, found_inf)
         # torch's optimizers pass over a parameter without a gradient, and one slice may cover several.
         self._slices = separate_unused(self._slices, self.units, used, self.optimizer)
+        # See Note [Gathers beside the step].
+        first = list(self._used_first()) if self.decides_on_device else []
         with named("step"):
-            all_may_differ = self._rule.apply(self._updates_here(), self.optimizer.state, live=True)
+            soon, rest = self._updates_here(first)
+            may_differ = self._rule.apply(soon, self.optimizer.state, live=True)
+            self._publish(first, may_differ)
+            marks = [unit.prepare_gather() for unit in first]
+            may_differ = self._rule.apply(rest, self.optimizer.state, live=True)
         self.method.start(self._rule, self._slices, used)
         self.outer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
         stay = [u for u in self.units if not u.shard_params and not self.method.handles_refresh(u)]
-        with torch.no_grad():
-            for unit in self.units:
-                if unit.store is not None:
-                    unit.store.publish(copy_is_new=not all_may_differ)
+        chosen = set(map(id, first))
+        self._publish([unit for unit in self.units if id(unit) not in chosen], may_differ)
+        for unit, mark in zip(first, marks, strict=True):
+            unit.values.settled = mark
         for unit in stay:
             unit.refresh()
         if self._comm.drain():
@@ -623,14 +639,23 @@ class ShardedOptimizer:
         self._inner.give()
         run_hooks(self.outer, before=False)
 
-    def _updates_here(self) -> list[SliceUpdate]:
-        """Describe the updates of what is on the device."""
-        updates = []
+    @torch.no_grad()
+    def _publish(self, units: Sequence[Unit], all_may_differ: bool) -> None:
+        for unit in units:
+            if unit.store is not None:
+                unit.store.publish(copy_is_new=not all_may_differ)
+
+    def _updates_here(self, first: Sequence[Unit]) -> tuple[list[SliceUpdate], list[SliceUpdate]]:
+        """Describe the updates of what is on the device: of the units ``first``, and of the others."""
+        chosen = set(map(id, first))
+        soon: list[SliceUpdate] = []
+        rest: list[SliceUpdate] = []
         for part in self._slices:
             store = part.unit.store
             if store is None or not store.on_device or self.method.takes(part.unit):
                 continue
             if part.leaf is not None and part.used and store.has_grad:
                 out = None if store.compute_copy is None else part.of(store.compute_copy)
-                updates.append(SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place))
-        return updates
+                update = SliceUpdate(part.group, part.leaf, part.of(store.grad()), out, part.place)
+                (soon if id(part.unit) in chosen else rest).append(update)
+        return soon, rest

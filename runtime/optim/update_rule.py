@@ -125,7 +125,8 @@ class UpdateRule:
         group = self._groups[update.group]
         if needs_kernel(self.optimizer, group, update.leaf.dtype):
             return True
-        narrow = update.out is not None and update.out.dtype in HALVES
+        # torch's code would need a copy of such a gradient in the master's dtype.
+        narrow = update.grad.dtype in HALVES or (update.out is not None and update.out.dtype in HALVES)
         if not narrow or update.leaf.dtype != torch.float32 or self._kernel is None:
             return False
         return self._kernel.fits(group)

@@ -155,6 +155,8 @@ class OrderHint:
     def __init__(self) -> None:
         self.followers: dict[int, int] = {}
         """Maps each block to the one that followed it. Another object after each pass."""
+        self.first: int | None = None
+        """Holds the block that the last complete pass began with."""
         self._now: list[int] = []
         self._last: int | None = None
 
@@ -178,6 +180,7 @@ class OrderHint:
             for current, following in zip(self._now, self._now[1:], strict=False):
                 # A block that is used several times is followed by what came after its first use.
                 self.followers.setdefault(current, following)
+            self.first = self._now[0]
             self._last = self._now[-1]
         self._now = []
 
@@ -204,7 +207,7 @@ class Prefetch:
         self.live = LiveElements()
         self._blocks = blocks
         self._alone = comm.world_size == 1
-        self._numel = numel
+        self.numel = numel
         self._max_live_numel = max_live_numel
         self._ahead: dict[int, int] = {}
         """Maps the blocks that follow, as far as their gathers have been started, to the elements of their
@@ -221,7 +224,7 @@ class Prefetch:
 
     def after(self, order: OrderHint, index: int) -> None:
         """Start to gather blocks that come next."""
-        if not self._numel:
+        if not self.numel:
             return
         self._pass(order, index)
         last = next(reversed(self._ahead), index)
@@ -245,6 +248,27 @@ class Prefetch:
             for unit in self._blocks[first].units:
                 unit.make_room()
 
+    def used_first(self, order: OrderHint) -> list[Unit]:
+        """Return the sharded units of the block that a pass begins with, and of those that are gathered ahead
+        while it computes; none without gathers ahead.
+        """
+        units: list[Unit] = []
+        ahead = 0
+        total = 0
+        seen: set[int] = set()
+        block = order.first
+        while ahead < self.numel and block is not None and block not in seen:
+            own = [unit for unit in self._blocks[block].units if unit.shard_params]
+            size = sum(unit.numel for unit in own)
+            total += size
+            if total > self._max_live_numel:
+                break
+            units += own
+            ahead += size if seen else 0  # the first block is not ahead of another
+            seen.add(block)
+            block = order.after(block)
+        return units
+
     def _pass(self, order: OrderHint, index: int) -> None:
         """Note that ``index`` is used now: it is ahead no more, or the order was another one."""
         if order.followers is self._followers and next(iter(self._ahead), None) == index:
@@ -263,7 +287,7 @@ class Prefetch:
 
     def _is_enough(self) -> bool:
         """Tell whether enough is ahead: see Note [How far ahead]."""
-        return self._ahead_numel >= self._numel and self._ahead_count >= self._enough_blocks
+        return self._ahead_numel >= self.numel and self._ahead_count >= self._enough_blocks
 
     def _start(self, units: Sequence[Unit]) -> bool:
         """Start to gather sharded units of a block; return False where one cannot be gathered now."""
@@ -758,13 +782,30 @@ class ShardedModel:
         due = self._pass.is_backward and unit.trainable and self.reducer.awaits(unit)
         return self._unhooked or due
 
+    def used_first(self) -> list[Unit]:
+        """Return the units whose gathers come first after a step: trained ones that stay whole (at stage 3
+        all of them, because they are small), and what the next forward pass is likely to begin with.
+        """
+        whole: list[Unit] = []
+        numel = 0
+        for unit in self.units:
+            few = self.options.shard_params or numel < self._prefetch.numel
+            if unit.trainable and not unit.shard_params and few:
+                whole.append(unit)
+                numel += unit.numel
+        root = [unit for unit in self._root.units if unit.shard_params]
+        ahead = self._prefetch.used_first(self._forward_order)
+        return list(dict.fromkeys([*whole, *root, *ahead]))
+
     def reshard_all(self) -> None:
-        """Reshard every unit that may be: the master values have changed, or a pass was left half-way."""
+        """Reshard every unit that may be, and release what is prepared for the next gathers."""
         if self._pass.was_cut_off():
             self.abandon_forward()
         self._kept.close()
         self._unhooked = False
         self._reshard(*self.blocks)
+        for unit in self.units:
+            unit.forget_gather()
 
     @property
     def is_in_pass(self) -> bool:

@@ -76,6 +76,10 @@ class ValueStore(ABC):
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
         """Holds the values, flat, where they are in memory; call :meth:`flush` before reading them."""
+        self.settled: torch.cuda.Event | None = None
+        """Marks where a step has written the values and allocated the memory of the next gather, which may
+        begin there: see Note [Gathers beside the step] in optim/step.py. None: behind the present stream.
+        """
 
     def start_gather(self, unit: Unit) -> Pending:
         """Start to fill a unit. Raises DiskError."""
@@ -300,6 +304,7 @@ class DeviceValues(ValueStore):
 
     def write(self, start: int, values: Tensor, after: torch.cuda.Event | None = None) -> Pending:
         """Replace elements; nothing is done where ``values`` are the elements themselves."""
+        self.settled = None
         if values.data_ptr() == self.tensor.data_ptr() + start * self.tensor.itemsize:
             return DONE
         target = self.tensor[start : start + values.numel()]

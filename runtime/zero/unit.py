@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
-from ..device import named
+from ..device import behind, named, stream_mark
 from ..errors import OptimizerError
 from . import placeholder
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
@@ -399,6 +399,23 @@ class Unit:
         with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
 
+    def prepare_gather(self) -> torch.cuda.Event | None:
+        """Allocate the memory of the next gather, and mark the stream: the gather may begin here, behind what
+        has written this rank's values. None where it cannot.
+        """
+        simple = self.link.gathers_on_any_stream and self.values.is_gathered_directly
+        if not simple or self.state not in (UnitState.SHARDED, UnitState.UNSHARDED):
+            return None
+        # Before the mark: earlier work on the stream may still use this memory for its former owner.
+        self._refill()
+        return stream_mark(self.device)
+
+    def forget_gather(self) -> None:
+        """Release the memory that :meth:`prepare_gather` has allocated, if the gather has not begun."""
+        self.values.settled = None
+        if self.state is UnitState.SHARDED and self._storage.nbytes():
+            self._release_memory()
+
     def make_room(self) -> None:
         """Prepare a gather that has been started, before the block in front of this unit's is queued."""
         if self.state is UnitState.GATHERING:
@@ -417,7 +434,9 @@ class Unit:
     def gather_from(self, source: Tensor) -> Pending:
         """Allocate the storage and start to fill it from every rank's ``source``."""
         self._refill()
-        with torch.no_grad():
+        settled = self.values.settled
+        self.values.settled = None
+        with torch.no_grad(), behind(settled, self.device):
             return self.comm.all_gather(self.full, source, self.tag, self.is_rounded)
 
     def refresh(self) -> None:
@@ -490,16 +509,19 @@ class Unit:
         lost = self.writes.find_lost()
         self._move((UnitState.UNSHARDED,), UnitState.SHARDED)
         self._point(self._placeholders, [kinds.sharded for kinds in self._kinds])
-        # See Note [One storage per unit]: nothing may read released memory.
-        if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
-            pass
-        elif self.poison:
-            self.full.fill_(float("nan"))
-        else:
-            self._storage.resize_(0)
+        self._release_memory()
         # Last, when the unit is consistent: the script may catch the error and go on.
         if lost is not None:
             placeholder.complain(lost)
+
+    def _release_memory(self) -> None:
+        # See Note [One storage per unit]: nothing may read released memory.
+        if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
+            return
+        if self.poison:
+            self.full.fill_(float("nan"))
+        else:
+            self._storage.resize_(0)
 
     def write_back(self) -> None:
         """Copy values written into the unsharded parameters (equal on every rank) back to the stores. Raises

@@ -168,8 +168,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/hooks.py",
-        "return self._ahead_numel >= self._numel and self._ahead_count >= self._enough_blocks",
-        "return self._ahead_numel >= self._numel and self._ahead_count > self._enough_blocks",
+        "return self._ahead_numel >= self.numel and self._ahead_count >= self._enough_blocks",
+        "return self._ahead_numel >= self.numel and self._ahead_count > self._enough_blocks",
         "one block too many is prefetched",
         ("tests/unit/zero/test_live_budget.py",),
     ),

@@ -75,6 +75,12 @@ ROUTING = (
 """Where the host has to know how many tokens go where."""
 LOSSES = "tolist in schedule._take < schedule.train"
 """At the end of a pipeline's step, for the last stage's losses, which all stages return."""
+WRITES = (
+    "tolist in tensor_file.to_json < shard_io.describe",
+    "blocking copy down in shard_io._fill_on < shard_io.take_values",
+    "blocking copy up in shard_io._fill_on < shard_io.take_values",
+)
+"""Where the script reads and writes a shard's values."""
 SUM_ON_DISK = "Event.synchronize in transfer.wait < stores._add_to_tile"
 
 
@@ -109,6 +115,8 @@ class Case:
     """Trains a Llama between whose layers ranks divide the tokens."""
     loads: bool = False
     """Loads a checkpoint after a step."""
+    writes: bool = False
+    """Changes a parameter after each step, by its shard and by the gathered whole."""
     looks: bool = False
     """Looks at events as it goes: the host may know already what it would wait for."""
 
@@ -178,6 +186,7 @@ CASES = {
         Case("stage 3 narrow stepping", 3, STEPPING, NARROW),
         Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS, REPORT)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
+        Case("stage 3 written on two", 3, options=BF16, world=2, writes=True, more_waits=WRITES, looks=True),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
         Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
         Case("stage 3 host both on two", 3, HOST_BOTH, BF16, world=2),
@@ -385,6 +394,8 @@ def train(case: Case) -> dict[str, Any]:
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.detach())
+            if case.writes:
+                _write(model, by_shard=index % 2 == 0)
             if "asynchronous" in case.options.get("checkpoint", {}) and index in (1, 4):
                 waits |= {} if index < _WARM else findings.waits
                 findings.waits.clear()
@@ -403,6 +414,23 @@ def train(case: Case) -> dict[str, Any]:
         "mixes": dict(findings.mixes),
         "waits": waits,
     }
+
+
+def _write(model: Any, *, by_shard: bool) -> None:
+    """Change the parameter that the next pass uses first."""
+    import torch
+
+    import zlaunch
+    from zlaunch.compat.fp32_access import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+    weight = next(model.parameters())
+    if by_shard:
+        values = safe_get_local_fp32_param(weight)
+        if values is not None:
+            safe_set_local_fp32_param(weight, values * 0.5)
+        return
+    with zlaunch.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.mul_(0.5)
 
 
 @contextmanager

@@ -253,6 +253,39 @@ def _what_a_stage_receives_is_used_before_it_arrives() -> list[Change]:
     return [(Transfer, "wait_on_stream", lambda self: None)]
 
 
+def _a_gather_fills_memory_that_is_in_use() -> list[Change]:
+    from zlaunch.runtime.device import stream_mark
+    from zlaunch.runtime.zero.unit import Unit
+
+    def without_memory(self: Any) -> Any:
+        return stream_mark(self.device)
+
+    return [(Unit, "prepare_gather", without_memory)]
+
+
+def _a_gather_does_not_wait_for_the_step() -> list[Change]:
+    import torch
+
+    from zlaunch.runtime.zero import unit
+
+    def behind_nothing(mark: Any, device: Any) -> Any:
+        return torch.cuda.stream(None if mark is None else torch.cuda.Stream())
+
+    return [(unit, "behind", behind_nothing)]
+
+
+def _units_are_marked_before_they_are_stepped() -> list[Change]:
+    from zlaunch.runtime.optim.step import ShardedOptimizer
+
+    describe = ShardedOptimizer._updates_here
+
+    def all_later(self: Any, first: Any) -> Any:
+        soon, rest = describe(self, first)
+        return [], [*rest, *soon]
+
+    return [(ShardedOptimizer, "_updates_here", all_later)]
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
     make.__name__.strip("_").replace("_", " "): (case, make)
     for case, make in (
@@ -286,6 +319,9 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
         ("stage 0 sequence on two", _heads_are_computed_before_they_arrive),
         ("stage 3 host both on two", _gathers_do_not_wait_for_uploads),
+        ("stage 3 on two", _a_gather_fills_memory_that_is_in_use),
+        ("stage 3 on two", _a_gather_does_not_wait_for_the_step),
+        ("stage 2 on two", _units_are_marked_before_they_are_stepped),
         ("stage 2 host", _threads_do_not_choose_their_device),
     )
 }

@@ -112,7 +112,7 @@ def test_where_things_rest_changes_no_loss(group: str) -> None:
 
 WITH_KERNELS = {
     "stage 1 bf16": {"adam", "prepare", "square_sums", "totals"},
-    "stage 3 bf16": {"prepare", "square_sums", "totals"},
+    "stage 3 bf16": {"adam", "prepare", "square_sums", "totals"},
     "stage 1 fp16": {"adam", "prepare", "square_sums", "totals", "update_loss_scale"},
     "stage 2 host": {"square_sums", "totals"},
     "stage 2 host accumulated": {"square_sums", "totals"},

@@ -28,16 +28,18 @@ def schedule(*options: str) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_a_pass_exposes_as_little_as_that_of_fsdp2() -> None:
+def test_a_step_exposes_less_than_that_of_fsdp2() -> None:
     found = schedule()
     ours, theirs = found["zlaunch"], found["FSDP2"]
-    # the embedding and the first layer: before them there is nothing to compute
-    assert ours["waits_for_gathers"] == theirs["waits_for_gathers"] == 2
-    assert ours["exposed_gathers_ms"] < 1.01 * theirs["exposed_gathers_ms"]
+    assert theirs["waits_for_gathers"] == 2, (
+        "for the embedding and the first layer, after the optimizer's step"
+    )
+    assert theirs["exposed_gathers_ms"] > 3
+    assert ours["exposed_gathers_ms"] < 0.5, "they are gathered beside the optimizer's step"
     assert ours["exposed_reductions_ms"] < 1.2 * theirs["exposed_reductions_ms"], (
         "the embedding's, at the end"
     )
-    assert ours["pass_ms"] < theirs["pass_ms"], "parameters and gradients are not copied to be sent"
+    assert ours["step_ms"] < theirs["step_ms"], "parameters and gradients are not copied to be sent"
     assert ours["gathers_ms"] == pytest.approx(theirs["gathers_ms"], rel=0.01)
     assert ours["reductions_ms"] == pytest.approx(theirs["reductions_ms"], rel=0.01)
 
@@ -56,4 +58,4 @@ def test_uploads_run_beside_compute(device: str) -> None:
     assert uploads_and_gathers > 150
     # of the embedding and the first layer
     assert ours["exposed_gathers_ms"] < uploads_and_gathers / 20
-    assert ours["pass_ms"] < 1.01 * schedule()["zlaunch"]["pass_ms"]
+    assert ours["step_ms"] < 1.01 * schedule()["zlaunch"]["step_ms"]

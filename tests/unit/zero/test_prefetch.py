@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zlaunch.runtime.zero.hooks import OrderHint
+from zlaunch.runtime.zero.hooks import OrderHint, Prefetch
 
 
 def passed(hint: OrderHint, *blocks: int) -> OrderHint:
@@ -55,3 +57,30 @@ def test_hints_are_pairs_that_really_followed_each_other(blocks: list[int]) -> N
         assert follower is None or (follower != block and (block, follower) in pairs)
         assert (follower is None) == (not any(a == block and b != block for a, b in pairs))
         assert hint.is_last(block) == (block == blocks[-1])
+
+
+def used_first(order: OrderHint, *, numel: int, limit: int = 1000) -> list[int]:
+    """Return the blocks of which a pass uses units first. Block i has one unit of 10 * i elements."""
+    unit: Any = SimpleNamespace
+    blocks: Any = [SimpleNamespace(units=[unit(shard_params=True, numel=10 * i, block=i)]) for i in range(6)]
+    comm: Any = SimpleNamespace(world_size=2)
+    prefetch = Prefetch(blocks, comm, numel=numel, max_live_numel=limit)
+    found: list[Any] = prefetch.used_first(order)
+    return [each.block for each in found]
+
+
+def test_used_first_is_the_first_block_and_what_is_gathered_ahead_of_it() -> None:
+    order = passed(OrderHint(), 3, 1, 2, 4, 5)
+    assert used_first(order, numel=1) == [3, 1]
+    assert used_first(order, numel=11) == [3, 1, 2]
+    assert used_first(order, numel=1000) == [3, 1, 2, 4, 5]
+    assert used_first(order, numel=1000, limit=60) == [3, 1, 2], "no more than may be unsharded at a time"
+    assert used_first(order, numel=0) == [], "nothing is gathered ahead"
+
+
+def test_nothing_is_used_first_before_the_first_pass() -> None:
+    assert used_first(OrderHint(), numel=1000) == []
+
+
+def test_used_first_ends_where_the_order_leads_in_a_circle() -> None:
+    assert used_first(passed(OrderHint(), 1, 2, 1, 3), numel=1000) == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -134,3 +136,12 @@ def test_tiles_cover_a_shard(numel: int, tile_numel: int) -> None:
     cuts = cuts_of(pieces, numel, tile_numel)
     assert sum(stop - start for start, stop in cuts) == numel - numel // 3
     assert all(any(low <= start and stop <= high for low, high in tiles) for start, stop in cuts)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_write_forgets_where_a_step_had_written_the_values(same: bool) -> None:
+    values = DeviceValues(torch.zeros(4))
+    mark: Any = object()
+    values.settled = mark
+    values.write(0, values.tensor if same else torch.ones(4))
+    assert values.settled is None, "a gather would not wait for this write"
