@@ -31,11 +31,12 @@ from .memory import (
 from .modes import move, pretending
 from .streams import (
     DEFAULT,
-    DEVICE,
     Event,
     Stream,
+    current_device,
     current_stream,
     note_device,
+    place,
     set_device,
     synchronize,
     use,
@@ -60,6 +61,16 @@ def install() -> None:
     _install_collectives()
 
 
+def _on_own(function: Callable[[], Any]) -> Callable[..., Any]:
+    """Answer for this process's GPU."""
+
+    def call(device: Any = None) -> Any:
+        note_device(device)
+        return function()
+
+    return call
+
+
 class _Runtime:
     """The CUDA runtime's calls that lock memory."""
 
@@ -76,18 +87,21 @@ class _Runtime:
 def _install_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, use
-    cuda.current_stream, cuda.default_stream = current_stream, lambda device=None: DEFAULT
+    cuda.current_stream = current_stream
+    cuda.default_stream = _on_own(lambda: DEFAULT)
     cuda.synchronize = synchronize
-    cuda.is_available, cuda.device_count = lambda: True, lambda: 1
-    cuda.set_device, cuda.current_device = set_device, lambda: 0
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: place.count
+    cuda.set_device = set_device
+    cuda.current_device = current_device
     cuda.is_current_stream_capturing = lambda: False
-    cuda.mem_get_info = lambda device=None: (FREE_BYTES, TOTAL_BYTES)
+    cuda.mem_get_info = _on_own(lambda: (FREE_BYTES, TOTAL_BYTES))
     cuda.is_bf16_supported = lambda including_emulation=True: True
-    cuda.get_device_name = lambda device=None: "a pretended GPU"
-    cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = lambda device=None: allocated()
-    cuda.get_rng_state = lambda device=None: torch.zeros(16, dtype=torch.uint8)
-    cuda.set_rng_state = lambda state, device=None: None
-    cuda.manual_seed = lambda seed: None
+    cuda.get_device_name = _on_own(lambda: "a pretended GPU")
+    cuda.memory_reserved = cuda.memory_allocated = cuda.max_memory_allocated = _on_own(allocated)
+    cuda.get_rng_state = _on_own(lambda: torch.zeros(16, dtype=torch.uint8))
+    cuda.set_rng_state = lambda state, device=None: note_device(device)
+    cuda.manual_seed = lambda seed: note_device()
     cuda.set_sync_debug_mode = lambda mode: None
     cuda.cudart = _Runtime
     torch.nn.Module.cuda = (  # type: ignore[method-assign]
@@ -107,7 +121,7 @@ def _install_memory() -> None:
 
     def device_of(storage: torch.UntypedStorage) -> torch.device:
         block = blocks.get(storage._cdata)
-        return DEVICE if block is not None and block.on_device else torch.device("cpu")
+        return place.device if block is not None and block.on_device else torch.device("cpu")
 
     torch.UntypedStorage.device = property(device_of)  # type: ignore[assignment]
     Tensor.record_stream = record_stream  # type: ignore[assignment, method-assign]

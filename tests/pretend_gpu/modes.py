@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from .clocks import findings, host, host_waits, lock, where
 from .memory import allocate, block_of, blocks, is_on_device, is_page_locked, key_of, launch
-from .streams import DEVICE, current_stream
+from .streams import current_stream, note_device, place
 
 CPU = torch.device("cpu")
 _WAITS = frozenset(
@@ -186,6 +186,8 @@ class Pretend(TorchFunctionMode):
             return answer(func, args, kwargs)
         device = _device_of(kwargs.get("device"))
         if device is not None:
+            if device.type == "cuda":
+                note_device(device)
             return self._make(func, args, kwargs, on_device=device.type == "cuda")
         if func in _FACTORIES and kwargs.pop("pin_memory", False):
             made = func(*args, **kwargs)
@@ -226,7 +228,7 @@ def move(tensor: Tensor, on_device: bool, *, non_blocking: bool = False, dtype: 
 
 
 def _say_device(func: Any, args: Any, kwargs: Any) -> Any:
-    return DEVICE if is_on_device(args[0]) else func(*args)
+    return place.device if is_on_device(args[0]) else func(*args)
 
 
 def _pin(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -249,12 +251,16 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, rest = args[0], args[1:]
     named = {name: value for name, value in kwargs.items() if name != "copy"}
     if rest and isinstance(rest[0], Tensor):
-        device, dtype = (DEVICE if is_on_device(rest[0]) else CPU), rest[0].dtype
+        device, dtype = (place.device if is_on_device(rest[0]) else CPU), rest[0].dtype
         non_blocking = kwargs.get("non_blocking", False)
     else:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **named)
+        if device is not None and device.type == "cuda":
+            note_device(device)
     if device is not None and "torch/optim" in sys._getframe(2).f_code.co_filename:
-        device = DEVICE if is_on_device(tensor) else CPU  # C++ has told the optimizer where it really is
+        device = (
+            place.device if is_on_device(tensor) else CPU
+        )  # C++ has told the optimizer where it really is
     if device is not None and (device.type == "cuda") != is_on_device(tensor):
         return move(tensor, device.type == "cuda", non_blocking=non_blocking, dtype=dtype)
     if device is not None and device.type == "cuda":
@@ -273,7 +279,7 @@ _ANSWERS: dict[Any, Any] = {
     Tensor.device.__get__: _say_device,
     Tensor.is_cuda.__get__: lambda func, args, kwargs: is_on_device(args[0]),  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda func, args, kwargs: not is_on_device(args[0]),  # type: ignore[attr-defined]
-    Tensor.get_device: lambda func, args, kwargs: 0 if is_on_device(args[0]) else -1,
+    Tensor.get_device: lambda func, args, kwargs: place.device.index if is_on_device(args[0]) else -1,
     Tensor.pin_memory: _pin,
     Tensor.is_pinned: lambda func, args, kwargs: is_page_locked(args[0]),
     Tensor.cuda: lambda func, args, kwargs: move(

@@ -247,6 +247,21 @@ def _threads_do_not_choose_their_device() -> list[Change]:
     return [(threads, "use_device", _nothing)]
 
 
+def _a_rank_does_not_choose_its_device() -> list[Change]:
+    from zlaunch.runtime import threads
+    from zlaunch.runtime.comm import process_group
+
+    return [(threads, "use_device", _nothing), (process_group, "choose_device", _nothing)]
+
+
+def _streams_are_made_on_the_first_device() -> list[Change]:
+    import torch
+
+    stream = torch.cuda.Stream
+
+    return [(torch.cuda, "Stream", lambda device=None, **more: stream(torch.device("cuda", 0), **more))]
+
+
 def _what_a_stage_receives_is_used_before_it_arrives() -> list[Change]:
     from .device import Transfer
 
@@ -322,6 +337,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 on two", _a_gather_fills_memory_that_is_in_use),
         ("stage 3 on two", _a_gather_does_not_wait_for_the_step),
         ("stage 2 on two", _units_are_marked_before_they_are_stepped),
+        ("stage 2 on two", _a_rank_does_not_choose_its_device),
+        ("stage 3 host both on two", _streams_are_made_on_the_first_device),
         ("stage 2 host", _threads_do_not_choose_their_device),
     )
 }

@@ -63,7 +63,7 @@ class Ranks:
                 "folder": folder,
                 "environment": {
                     "WORLD_SIZE": str(world),
-                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": str(world),
                     "GLOO_SOCKET_IFNAME": "lo",
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
@@ -124,9 +124,12 @@ def _run(order: dict[str, Any]) -> list[int]:
 
 def _be_rank(rank: int, order: dict[str, Any]) -> None:
     """Run the module of an order in this process, and end it."""
+    from .streams import place
+
     code = 1
     try:
-        os.environ.update(order["environment"], RANK=str(rank))
+        os.environ.update(order["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+        place.take(rank, order["world"])
         output = os.open(Path(order["folder"], str(rank)), os.O_WRONLY | os.O_CREAT)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)

@@ -14,22 +14,48 @@ import torch
 from .clocks import Actor, Clock, clocks, findings, host, host_waits, join, known, lock, note_wait, where
 from .timeline import timeline
 
-DEVICE = torch.device("cuda", 0)
 _numbers = itertools.count()
 _local = threading.local()
 _random = random.Random(0)
 
 
+class Place:
+    """Says which of the machine's GPUs is this process's."""
+
+    device = torch.device("cuda", 0)
+    count = 1
+
+    def take(self, index: int, count: int) -> None:
+        """Give this process GPU ``index`` of ``count``."""
+        self.device = torch.device("cuda", index)
+        self.count = count
+
+
+place = Place()
+
+
+def current_device() -> int:
+    """Return the calling thread's device: 0 until it has chosen one."""
+    index: int = getattr(_local, "index", 0)
+    return index
+
+
 def set_device(device: Any) -> None:
     """Choose the calling thread's device."""
-    _local.has_device = True
+    _local.index = torch.device(device).index if not isinstance(device, int) else device
+    note_device()
 
 
-def note_device() -> None:
-    """Write down that the calling thread calls CUDA without having chosen its device: it would use GPU 0."""
+def note_device(asked: Any = None) -> None:
+    """Write down that the calling thread uses another GPU than this process's: by a device with an index, or
+    by not having chosen one. The other process's GPU then lacks the memory of a context, or more.
+    """
     thread = threading.current_thread()
-    if thread is not threading.main_thread() and not getattr(_local, "has_device", False):
+    if thread is not threading.main_thread() and not hasattr(_local, "index"):
         findings.races[f"NO DEVICE CHOSEN by {thread.name.rstrip('_0123456789')} in {where()}"] += 1
+    index = asked if isinstance(asked, int) else None if asked is None else torch.device(asked).index
+    if (current_device() if index is None else index) != place.device.index:
+        findings.races[f"ANOTHER PROCESS'S GPU is used in {where()}"] += 1
 
 
 class Stream:
@@ -38,7 +64,10 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **more: Any) -> None:
         self.number = next(_numbers)
         self.actor: Actor = ("stream", self.number)
-        self.device, self.device_index, self.cuda_stream = DEVICE, 0, self.number
+        note_device(device)
+        self.device = place.device
+        self.device_index = place.device.index
+        self.cuda_stream = self.number
         self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -122,6 +151,7 @@ DEFAULT = Stream()
 
 def current_stream(device: Any = None) -> Stream:
     """Return the calling thread's stream."""
+    note_device(device)
     stream: Stream = getattr(_local, "stream", DEFAULT)
     return stream
 
@@ -138,7 +168,7 @@ def use(stream: Stream | None) -> Iterator[None]:
 
 def synchronize(device: Any = None) -> None:
     """Let the host wait for every stream."""
-    note_device()
+    note_device(device)
     with lock:
         note_wait("cuda.synchronize")
         for actor in list(clocks):

@@ -116,13 +116,13 @@ WITH_KERNELS = {
     "stage 1 fp16": {"adam", "prepare", "square_sums", "totals", "update_loss_scale"},
     "stage 2 host": {"square_sums", "totals"},
     "stage 2 host accumulated": {"square_sums", "totals"},
-    "stage 3 packed on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
-    "stage 3 packed weights on four": {"prepare", "square_sums", "totals", "quantize", "dequantize"},
+    "stage 3 packed on four": {"adam", "prepare", "square_sums", "totals", "quantize", "dequantize"},
+    "stage 3 packed weights on four": {"adam", "prepare", "square_sums", "totals", "quantize", "dequantize"},
     "stage 2 disk": {"square_sums", "totals"},
     "stage 1 narrow": {"narrow_adam", "prepare", "square_sums", "totals"},
     "stage 0 OneBitAdam alone on two": {"compress", "expand", "square_sums", "totals"},
 }
-"""Case -> which of our kernels it uses; without 16-bit values beside the master the step is torch's own."""
+"""Case -> which of our kernels it uses; without 16-bit gradients or values the step is torch's own."""
 
 
 @pytest.mark.exhaustive
