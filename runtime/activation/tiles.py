@@ -134,7 +134,8 @@ def _is_linear(module: nn.Module) -> bool:
 # Computes a Hugging Face model's loss without the logits of whole sequences.
 
 
-_TILE_NUMEL = 1 << 26
+TILE_NUMEL = 1 << 26
+"""Counts the logits of a tile, by default."""
 _KEY = "activation_checkpointing.tiled_loss"
 
 
@@ -273,21 +274,27 @@ class LabelledForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+def find_head(model: nn.Module | None) -> Any:
+    """Return the head of a Hugging Face model whose loss can be computed in tiles; None for other models."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head: Any = None if find is None else find()
+    return head if getattr(model, "loss_type", None) in (None, "ForCausalLM") else None
+
+
 def tile_loss(model: nn.Module | None, parts: LossParts | None, tile_tokens: int | str) -> None:
     """Compute the loss of a Hugging Face causal language model in tiles of tokens while it trains; "auto":
     as many as make 67 million logits. Its output has no logits then.
 
     Raises ParameterError for other models.
     """
-    find_head: Any = getattr(model, "get_output_embeddings", None)
-    head: Any = None if find_head is None else find_head()
-    if head is None or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+    head = find_head(model)
+    if head is None:
         raise ParameterError(
             f"{_KEY} needs a Hugging Face model with the loss ForCausalLM; in another model call "
             "zlaunch.checkpointing.tiled_cross_entropy"
         )
     owner: Any = model
-    size = max(1, _TILE_NUMEL // head.weight.shape[0]) if tile_tokens == "auto" else int(tile_tokens)
+    size = max(1, TILE_NUMEL // head.weight.shape[0]) if tile_tokens == "auto" else int(tile_tokens)
     loss = TiledLoss(owner.loss_function, parts)
     owner.loss_function = loss
     head.forward = TiledHead(head, loss, size)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..activation.tiles import TILE_NUMEL
 from .model import ModelSizes
 
 AUTOCAST = {"bf16_autocast": "bfloat16", "fp16_autocast": "float16"}
@@ -34,19 +35,34 @@ class Activations:
 
 
 def transformer_activations(
-    hidden: int, layers: int, vocab: int, tokens: int, dtype_bytes: int, tensor: int = 1
+    hidden: int,
+    layers: int,
+    vocab: int,
+    tokens: int,
+    dtype_bytes: int,
+    tensor: int = 1,
+    *,
+    tiled_loss: bool = False,
 ) -> Activations:
     """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch,
     on each of ``tensor`` ranks that share its layers.
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
-    output layer has logits in the compute dtype and in fp32, and a gradient of each.
+    output layer has logits in the compute dtype and in fp32, and a gradient of each; with ``tiled_loss``,
+    those of one tile.
     """
     layer = (_WHOLE_BYTES + _SHARED_BYTES // tensor) * tokens * hidden * dtype_bytes // 2
-    head = tokens * vocab * 2 * (dtype_bytes + 4)
+    head = logits_bytes(
+        min(tokens, max(1, TILE_NUMEL // vocab)) if tiled_loss else tokens, vocab, dtype_bytes
+    )
     inputs = tokens * hidden * dtype_bytes * layers
     source = "the formula of Korthikanti et al., 2022"
     return Activations(layer * layers + head, inputs + max(layer, head), source)
+
+
+def logits_bytes(tokens: int, vocab: int, dtype_bytes: int) -> int:
+    """Return the bytes of logits in the compute dtype and in fp32, and of a gradient of each."""
+    return tokens * vocab * 2 * (dtype_bytes + 4)
 
 
 def activations_per_token(
@@ -78,7 +94,13 @@ def activations_per_token(
 
 
 def of_numbers(
-    model: ModelSizes, sequence: int, micro_batch: int, dtype_bytes: int, tensor: int = 1
+    model: ModelSizes,
+    sequence: int,
+    micro_batch: int,
+    dtype_bytes: int,
+    tensor: int = 1,
+    *,
+    tiled_loss: bool = False,
 ) -> Activations | None:
     """Estimate the activations of a transformer whose layers ``tensor`` ranks share, by the formula; None
     where a size is missing.
@@ -86,4 +108,5 @@ def of_numbers(
     if model.hidden is None or model.layers is None or model.vocab is None:
         return None
     tokens = sequence * micro_batch
-    return transformer_activations(model.hidden, model.layers, model.vocab, tokens, dtype_bytes, tensor)
+    sizes = model.hidden, model.layers, model.vocab
+    return transformer_activations(*sizes, tokens, dtype_bytes, tensor, tiled_loss=tiled_loss)

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..activation.checkpointing import has_blocks
+from ..activation.tiles import find_head
 from ..host_memory import host_bytes
+from ..models import causal_model
+from ..zero.placeholder import shape_of
 from ..zero.unit import Unit
+from .activations import activations_per_token, logits_bytes
 from .estimate import GIB, Setting, alternatives, narrowed, plan, shown_bytes
 
 # -- holders ----------------------------------------------------------------------------------------
@@ -84,7 +88,9 @@ _MOST_HOLDERS = 5
 _LEAST_SHARE = 0.01
 """The holders that are named: so many at most, each with such a share of the largest one."""
 _WORTH_IT = 0.25
-"""The share of what was asked for that a change has to save where none saves it all."""
+"""The share of what was asked for that a change has to save where none saves it all; the share of a token's
+activations that logits have to be.
+"""
 _SIZES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 
@@ -163,10 +169,14 @@ class MemoryAdviser:
                 if before - self._planned(setting) >= max(1, asked_bytes):
                     found.append(self._merged(bits))
                     break
+        section = self.config.get("activation_checkpointing")
+        recomputed = dict(section) if isinstance(section, dict) else {}
+        if of_pass and not recomputed.get("tiled_loss") and self._has_large_logits():
+            recomputed["tiled_loss"] = True
+            found.append({"activation_checkpointing": dict(recomputed)})
         if of_pass and not self.checkpoints and has_blocks(self.model):
-            section = self.config.get("activation_checkpointing")
-            known = section if isinstance(section, dict) else {}
-            found.append({"activation_checkpointing": {**known, "enabled": True}})
+            recomputed["enabled"] = True
+            found.append({"activation_checkpointing": recomputed})
         if of_pass and micro_batch > 1:
             part = next(n for n in range(2, micro_batch + 1) if micro_batch % n == 0)
             found.append(
@@ -176,6 +186,17 @@ class MemoryAdviser:
                 }
             )
         return [json.dumps(change, default=str)[1:-1] for change in found]
+
+    def _has_large_logits(self) -> bool:
+        """Tell whether logits are a large part of a token's activations, and need not be kept."""
+        model = causal_model(self.model)
+        head = find_head(model)
+        nbytes = self.setting.dtype_bytes
+        known = None if head is None else activations_per_token(model, nbytes)
+        if known is None or known.checkpointed is None:
+            return False
+        all_bytes = known.checkpointed if self.checkpoints else known.plain
+        return logits_bytes(1, shape_of(head.weight)[0], nbytes) >= _WORTH_IT * all_bytes
 
     def _merged(self, change: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config's sections that a change names, with all else that they have."""

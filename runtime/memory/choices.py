@@ -213,6 +213,7 @@ def config_text(
     micro_batch: int,
     axes: MeshShape,
     kept: Bits = Bits(),
+    tiled_loss: bool = False,
 ) -> str:
     """Return the config of a choice: JSON whose comments, which zlaunch reads over, give the reasons."""
     choice = chosen.choice
@@ -243,10 +244,16 @@ def config_text(
             zero.append(f'"{key}": {{"device": "nvme", "nvme_path": "/local_nvme"}}')
     if choice.steps_in_backward:
         zero.append('"step_in_backward": true')
-    ending = "," if choice.checkpointed else ""
+    recomputed = {
+        '"enabled": true': "activations do not fit without it" if choice.checkpointed else "",
+        '"tiled_loss": true': "as requested: no logits of whole sequences" if tiled_loss else "",
+    }
+    keys = [key for key, reason in recomputed.items() if reason]
+    ending = "," if keys else ""
     lines.append(f'"zero_optimization": {{{", ".join(zero)}}}{ending}  // {reason_text(chosen)}')
-    if choice.checkpointed:
-        lines.append('"activation_checkpointing": {"enabled": true}  // activations do not fit without it')
+    if keys:
+        reasons = "; ".join(filter(None, recomputed.values()))
+        lines.append(f'"activation_checkpointing": {{{", ".join(keys)}}}  // {reasons}')
     return "{\n  " + "\n  ".join(lines) + "\n}"
 
 

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..activation.checkpointing import checkpoint_blocks
-from ..errors import MemoryPlanError
+from ..activation.tiles import tile_loss
+from ..errors import MemoryPlanError, ParameterError
+from ..models import causal_model
 from ..precision import dtype_named
 from ..zero.tensors import tensors_in
 from .activations import AUTOCAST, Activations
@@ -62,19 +64,23 @@ def of_module(
     dtype: torch.dtype,
     shape: str | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    tiled_loss: bool = False,
 ) -> Activations | None:
     """Measure a module's activations by running it on fake tensors; None where its inputs are not known.
 
     A language model gets ``input_ids`` and ``labels`` of ``micro_batch`` x ``sequence``. ``shape`` describes
     the input of any other, such as ``8,3,224,224`` or ``8,128:int64``. ``around`` makes the context of the
-    forward pass. Raises MemoryPlanError if it cannot be run so.
+    forward pass. With ``tiled_loss``, a Hugging Face causal language model computes its loss in tiles. Raises
+    MemoryPlanError if it cannot be run so.
     """
     if model.build is None or not (model.is_language_model or shape):
         return None
     inputs = None if shape is None else parse_shape(shape)
-    plain = _peak(model, sequence, micro_batch, dtype, inputs, around, checkpointed=False)
+    peak = partial(_peak, model, sequence, micro_batch, dtype, inputs, around, tiled_loss=tiled_loss)
+    plain = peak(checkpointed=False)
     assert plain is not None
-    less = _peak(model, sequence, micro_batch, dtype, inputs, around, checkpointed=True)
+    less = peak(checkpointed=True)
     return Activations(plain, less, "a pass on fake tensors")
 
 
@@ -98,12 +104,18 @@ def _peak(
     around: Callable[[], AbstractContextManager[Any]],
     *,
     checkpointed: bool,
+    tiled_loss: bool,
 ) -> int | None:
     """Return the largest sum of everything but parameters and buffers in a forward and backward pass, the
     input included.
     """
 
     def run(module: nn.Module) -> int:
+        if tiled_loss:
+            try:
+                tile_loss(causal_model(module), None, "auto")
+            except ParameterError as error:
+                raise MemoryPlanError(str(error)) from None
         for parameter in module.parameters():
             if parameter.requires_grad:  # the runtime takes each gradient when it arrives
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]

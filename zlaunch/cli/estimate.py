@@ -151,6 +151,8 @@ def missing_text(times: Sequence[StepTime]) -> str:
 
 _MISSING = "give MODEL with --input, --hf_config, or --params"
 _LEAST_COLUMNS = 130
+_LARGE_LOGITS = 0.25
+"""The part of the activations from which on logits are named."""
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -228,6 +230,11 @@ _STATES = ", ".join(f"{name} {len(spec.states)}" for name, spec in ESTIMATED.ite
     help="Config key step_in_backward, for stages 2 and 3 without offload.",
 )
 @click.option(
+    "--tiled_loss",
+    is_flag=True,
+    help="Config key activation_checkpointing.tiled_loss: no logits of whole sequences.",
+)
+@click.option(
     "--for",
     "goal",
     type=click.Choice(["fits"], case_sensitive=False),
@@ -260,6 +267,7 @@ def estimate(
     state_dtype: str,
     master_weights: str,
     step_in_backward: bool,
+    tiled_loss: bool,
     goal: str | None,
     trainer: bool,
     simulate: bool,
@@ -331,7 +339,7 @@ def estimate(
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
-    from zlaunch.runtime.memory.activations import AUTOCAST, of_numbers
+    from zlaunch.runtime.memory.activations import AUTOCAST, logits_bytes, of_numbers
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.fake_step import computing_in, of_module, parse_shape
     from zlaunch.runtime.memory.model import from_function, from_hugging_face, from_numbers, of_one_rank
@@ -365,14 +373,16 @@ def estimate(
         if params is not None:
             sizes = from_numbers(params, hidden, layers, vocab)  # with what was guessed of them
             own = of_one_rank(sizes, axes)
-            activations = of_numbers(sizes, own_seq, micro_batch, kind.itemsize, tensor)
+            activations = of_numbers(
+                sizes, own_seq, micro_batch, kind.itemsize, tensor, tiled_loss=tiled_loss
+            )
         else:
             sizes = from_function(model) if model is not None else from_hugging_face(str(hf_config))
             if sizes.positions is not None and seq > sizes.positions:
                 text = f"zlaunch estimate: the model has {sizes.positions:,} positions, --seq is {seq:,}"
                 click.echo(text, err=True)
             own = of_one_rank(sizes, axes)
-            activations = of_module(own, own_seq, micro_batch, kind, shape, around)
+            activations = of_module(own, own_seq, micro_batch, kind, shape, around, tiled_loss=tiled_loss)
             if shape is not None:
                 micro_batch = parse_shape(shape)[0][0]
         work: Operations | None = None
@@ -437,7 +447,15 @@ def estimate(
                 f"least GPU memory is with {least.choice.name}{ckpt}: {needs}. Use more GPUs, a smaller "
                 f"--micro_batch or --seq{also}"
             )
-        text = choices.config_text(best, machines, dtype=dtype, micro_batch=micro_batch, axes=axes, kept=kept)
+        text = choices.config_text(
+            best,
+            machines,
+            dtype=dtype,
+            micro_batch=micro_batch,
+            axes=axes,
+            kept=kept,
+            tiled_loss=tiled_loss,
+        )
         if trainer:
             # the Trainer's config is plain JSON, without the comments that give the reasons
             chosen = best.choice.name + (", activation checkpointing" if best.choice.checkpointed else "")
@@ -456,7 +474,10 @@ def estimate(
     assumed = f"{dtype}{masters}, {optimizer}{states}" + (
         "" if model is not None and shape is None else f", {batch} {whose}"
     )
-    _show(sizes, machines, activations, found, times, work, assumed)
+    whole_logits = 0
+    if sizes.vocab is not None and shape is None and not tiled_loss:
+        whole_logits = logits_bytes(own_seq * micro_batch, sizes.vocab, kind.itemsize)
+    _show(sizes, machines, activations, found, times, work, assumed, whole_logits)
     for note in notes:
         click.echo(note)
     if plot:
@@ -481,7 +502,9 @@ def _show(
     times: Sequence[StepTime],
     work: Operations | None,
     assumed: str,
+    logits: int,
 ) -> None:
+    """Print the table and what it means; ``logits``: bytes of a head that the activations count whole."""
     from rich.text import Text
 
     from zlaunch.cli.tables import make_table, stdout_console
@@ -535,6 +558,10 @@ def _show(
         )
     if machines.gpu_bytes is not None and machines.host_bytes is None:
         click.echo("host memory was not checked: give --host_mem")
+    if logits and activations is not None and logits >= activations.plain * _LARGE_LOGITS:
+        click.echo(
+            f"{shown(logits)} {unit} of the activations are logits: --tiled_loss estimates without them"
+        )
     if work is not None:
         click.echo("s/step: the least time of a step with one micro-batch, if all that can overlap does")
     if lacking := missing_text(times):

@@ -15,6 +15,7 @@ import torch
 
 import zlaunch
 from tests.limits import LIMIT_S
+from tests.needs import needs_package
 from zlaunch.runtime.config import load
 from zlaunch.runtime.memory.advice import MemoryAdviser, find_holders
 from zlaunch.runtime.memory.estimate import Setting
@@ -96,6 +97,28 @@ def test_the_cheapest_change_that_saves_enough() -> None:
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 6,
     }
+
+
+@needs_package("transformers")
+def test_large_logits_are_advised_against() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def advised(vocab: int, section: dict[str, Any], *, of_pass: bool = True) -> list[Any]:
+        """Return what is advised for activation_checkpointing."""
+        sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+        shape = LlamaConfig(hidden_size=32, intermediate_size=64, vocab_size=vocab, **sizes)
+        config = {"activation_checkpointing": section}
+        one = replace(adviser(0, world=1, config=config), model=LlamaForCausalLM(shape))
+        changes = [json.loads(f"{{{each}}}") for each in one.changes(2**30, 1, 1, of_pass=of_pass)]
+        return [each["activation_checkpointing"] for each in changes if "activation_checkpointing" in each]
+
+    assert advised(4096, {"tile_tokens": 64}) == [
+        {"tile_tokens": 64, "tiled_loss": True},
+        {"tile_tokens": 64, "tiled_loss": True, "enabled": True},
+    ]
+    assert advised(4096, {"tiled_loss": True}) == [{"tiled_loss": True, "enabled": True}]
+    assert advised(16, {}) == [{"enabled": True}], "they are small"
+    assert advised(4096, {}, of_pass=False) == []
 
 
 def test_what_has_everything_is_told_so() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import needs_package
 from zlaunch.cli.main import main
 from zlaunch.runtime.config import load
 from zlaunch.runtime.memory.trainer_config import trainer_config
@@ -473,6 +474,38 @@ def test_what_does_not_fit_is_told_what_would_make_it_smaller(capsys: pytest.Cap
     assert main(["estimate", *model, *tight, "--state_dtype", "int8"]) == 2
     said = capsys.readouterr().err
     assert "NVMe was not tried" in said and "--state_dtype int8," not in said
+
+
+def test_large_logits_are_named_and_left_out_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["estimate", "--params", "1.2B", "--hidden", "2048", "--layers", "16", "--vocab", "128256"]
+    assert main([*model, "--seq", "8192"]) == 0
+    assert "11.7 GiB of the activations are logits: --tiled_loss" in capsys.readouterr().out
+    assert main([*model, "--seq", "8192", "--tiled_loss"]) == 0
+    assert "logits" not in capsys.readouterr().out
+    assert main([*model[:-1], "8000", "--seq", "2048"]) == 0
+    assert "logits" not in capsys.readouterr().out, "they are a small part"
+
+
+@needs_package("transformers")
+def test_a_tiled_loss_is_measured_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 65536}
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    amounts = []
+    for more in ([], ["--tiled_loss"]):
+        assert main(["estimate", "--hf_config", str(tmp_path), "--seq", "32768", "--json", *more]) == 0
+        amounts.append(json.loads(capsys.readouterr().out)[0]["gpu"]["activations"])
+    logits = 32768 * 32000 * 2  # in the compute dtype alone; there are more copies
+    assert amounts[0] - amounts[1] > logits * 0.9
+
+
+def test_a_config_that_fits_says_that_the_loss_is_tiled(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["estimate", "--params", "1.2B", "--hidden", "2048", "--layers", "16", "--vocab", "128256"]
+    place = ["--seq", "8192", "--gpu_mem", "16", "--host_mem", "64", "--for", "fits", "--tiled_loss"]
+    assert main([*model, *place]) == 0
+    text = capsys.readouterr().out
+    assert '"tiled_loss": true' in text and "as requested: no logits of whole sequences" in text
 
 
 def test_activations_of_a_model_with_frozen_layers(

@@ -75,6 +75,15 @@ def test_activations_by_the_formula() -> None:
     assert of_numbers(from_numbers(1e9, None, None, None), 1024, 1, 2) is None
 
 
+def test_a_tiled_loss_has_the_logits_of_one_tile() -> None:
+    whole, tiled = (of_numbers(GPT2_XL, 4096, 2, 2, tiled_loss=each) for each in (False, True))
+    assert whole is not None and tiled is not None
+    tile = 2**26 // 50257
+    assert whole.plain - tiled.plain == (8192 - tile) * 50257 * 12
+    short, less = (of_numbers(GPT2_XL, tile // 2, 2, 2, tiled_loss=each) for each in (False, True))
+    assert short == less, "it is one tile"
+
+
 @given(st.floats(2.0, 60.0), st.floats(4.0, 200.0), st.integers(1, 8))
 def test_what_is_chosen_fits_and_nothing_faster_does(gpu: float, host: float, gpus: int) -> None:
     found, machines = estimated(gpu, host, gpus)
