@@ -14,12 +14,17 @@ from typing import Any
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 STATIC: dict[str, Any] = {"fp16": {"enabled": True, "loss_scale": 128}}
+SKIPPING: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 24}}
 HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 HOST_BOTH: dict[str, Any] = {**HOST, "offload_param": {"device": "cpu"}}
+UNPINNED: dict[str, Any] = {
+    key: {"device": "cpu", "pin_memory": False} for key in ("offload_optimizer", "offload_param")
+}
 HALF: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 _DISK: dict[str, Any] = {"device": "nvme", "nvme_path": "NVME"}
 DISK: dict[str, Any] = {"offload_optimizer": _DISK}
 DISK_BOTH: dict[str, Any] = {**DISK, "offload_param": {**_DISK, "max_in_cpu": 0}}
+SENT_NARROW: dict[str, Any] = {"communication_data_type": "bf16"}
 SAVES: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
 SAVES_AT_ONCE: dict[str, Any] = {"checkpoint": {"asynchronous": False}}
 IN_MEMORY: dict[str, Any] = {"checkpoint": {"in_memory": {"every": 2}}}
@@ -65,6 +70,9 @@ UPLOAD = "Event.synchronize in transfer.synchronize < stores._retire"
 SENT = "Event.synchronize in transfer.synchronize < step.synchronize"
 """At a step's beginning, for masters that the step before has sent: that was a whole pass ago."""
 WRITTEN = "save: cuda.synchronize in transfer.release < files.abandon"
+LEFT = "Event.synchronize in transfer.wait < states.reload"
+"""Where states come back at once: they have to have left before."""
+_PAGEABLE = "pageable copy down in transfer.download < stores.add_grad"
 BATCHES = "aten::_local_scalar_dense in checks._compare < checks.check"
 """In the first passes, and in some of the later ones: whether ranks that share layers have one batch."""
 ROUTING = (
@@ -117,6 +125,10 @@ class Case:
     """Loads a checkpoint after a step."""
     writes: bool = False
     """Changes a parameter after each step, by its shard and by the gathered whole."""
+    touches: bool = False
+    """Changes a parameter after each step, in place."""
+    rests: bool = False
+    """Takes all states off the device and back after each step."""
     looks: bool = False
     """Looks at events as it goes: the host may know already what it would wait for."""
 
@@ -143,11 +155,15 @@ CASES = {
         *(Case(f"stage {stage} fp32", stage) for stage in (0, 3)),
         *(Case(f"stage {stage} fp16", stage, options=FP16) for stage in (1, 3)),
         Case("stage 2 fp16 static", 2, options=STATIC),
+        Case("stage 3 resting", 3, options=BF16, rests=True, more_waits=(LEFT,), looks=True),
+        Case("stage 1 host skipping", 1, HOST, SKIPPING),
+        Case("stage 2 disk in blocks", 2, DISK, {**BF16, "aio": {"block_size": 4096}}),
         *(Case(f"stage {stage} accumulated", stage, options=BF16, accumulation=2) for stage in (1, 2, 3)),
         *(Case(f"stage {stage} host", stage, HOST, BF16) for stage in (1, 2, 3)),
         Case("stage 1 half", 1, HALF, BF16),
         Case("stage 3 host fp32", 3, HOST_BOTH),
         Case("stage 3 host both", 3, HOST_BOTH, BF16),
+        Case("stage 3 host both unpinned", 3, UNPINNED, BF16, more_waits=(_PAGEABLE,)),
         Case("stage 3 host fp16", 3, HOST_BOTH, FP16),
         Case("stage 3 host parameters", 3, {"offload_param": {"device": "cpu"}}, BF16),
         Case("stage 2 host accumulated", 2, HOST, BF16, accumulation=2),
@@ -187,6 +203,36 @@ CASES = {
         Case("stage 2 watched", 2, options={**BF16, **WATCHED}, more_waits=(METRICS, REPORT)),
         *(Case(f"stage {stage} on two", stage, options=BF16, world=2) for stage in range(4)),
         Case("stage 3 written on two", 3, options=BF16, world=2, writes=True, more_waits=WRITES, looks=True),
+        Case("stage 1 touched on two", 1, options=BF16, world=2, touches=True),
+        Case(
+            "stage 2 watched on two",
+            2,
+            options={**BF16, **WATCHED},
+            world=2,
+            more_waits=(METRICS, REPORT),
+            looks=True,  # one rank of them writes
+        ),
+        Case("stage 3 packed weights alone on two", 3, PACKED_WEIGHTS, BF16, world=2),
+        Case(
+            "stage 0 OneBitAdam logged on two",
+            0,
+            options={**BF16, **LOGGED, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}},
+            world=2,
+            looks=True,
+        ),
+        Case(
+            "stage 2 Lamb host fp32 on two",
+            2,
+            HOST,
+            {"optimizer": {"type": "Lamb", "params": {}}},
+            world=2,
+            more_waits=(NORMS, ARRIVAL, _up("lamb.add < lamb.run")),
+            looks=True,
+        ),
+        *(
+            Case(f"stage {stage} sent in bf16 on two", stage, options=SENT_NARROW, accumulation=2, world=2)
+            for stage in (0, 1)
+        ),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
         Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
         Case("stage 3 host both on two", 3, HOST_BOTH, BF16, world=2),
@@ -210,6 +256,15 @@ CASES = {
                 looks=True,
             )
             for stage in (2, 3)
+        ),
+        Case(
+            "stage 3 loads on two",
+            3,
+            options={**BF16, **SAVES_AT_ONCE},
+            world=2,
+            more_waits=(f"save: {BEFORE}", WRITTEN),
+            loads=True,
+            looks=True,
         ),
         Case("stage 3 in memory on two", 3, options={**BF16, **IN_MEMORY}, world=2),
         *(
@@ -396,6 +451,12 @@ def train(case: Case) -> dict[str, Any]:
             losses.append(loss.detach())
             if case.writes:
                 _write(model, by_shard=index % 2 == 0)
+            if case.touches:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+            if case.rests:
+                engine.offload_states(non_blocking=True)
+                engine.reload_states(non_blocking=True)
             if "asynchronous" in case.options.get("checkpoint", {}) and index in (1, 4):
                 waits |= {} if index < _WARM else findings.waits
                 findings.waits.clear()

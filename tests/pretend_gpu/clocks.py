@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 Actor = tuple[str, int]
-"""("host", a thread's id) or ("stream", its number)."""
+"""("host", a thread's number) or ("stream", its number)."""
 Clock = dict[Actor, int]
 TIME: Actor = ("time", 0)
 """Stands in a clock for the time in nanoseconds, where operations have a length: see timeline.py."""
@@ -16,6 +17,8 @@ TIME: Actor = ("time", 0)
 lock = threading.RLock()
 clocks: defaultdict[Actor, Clock] = defaultdict(dict)
 """Actor -> what of every actor is known to have happened before its next operation."""
+_threads = threading.local()
+_numbers = itertools.count()
 _OURS = ("/runtime/", "/cuda_ops/")
 
 
@@ -40,8 +43,17 @@ findings = Findings()
 
 
 def host() -> Actor:
-    """Return the calling thread."""
-    return ("host", threading.get_ident())
+    """Return the calling thread; by a number of ours, because a new thread may get the id of one that has
+    ended, and would know what that one knew.
+    """
+    number: int | None = getattr(_threads, "number", None)
+    if number is None:
+        number = _threads.number = next(_numbers)
+    return ("host", number)
+
+
+MAIN = host()
+"""The main thread, which imports this."""
 
 
 def join(clock: Clock, other: Clock) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .clocks import Actor, clocks, findings, host, join, known, lock, tick, where
+from .clocks import MAIN, Actor, clocks, findings, host, join, known, lock, tick, where
 from .streams import Stream, current_stream, note_device
 from .timeline import timeline
 
@@ -139,7 +139,7 @@ def _check_given_back(block: Block) -> None:
 def _dropping_thread() -> Actor:
     """Return who gives memory back: the main thread, where one of gloo's has only held it a little longer."""
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    return ("host", threading.main_thread().ident or 0) if foreign else host()
+    return MAIN if foreign else host()
 
 
 def resized(storage: Any, nbytes: int) -> None:

@@ -29,6 +29,7 @@ _WAITS = frozenset(
 )
 """Operations whose result the host needs."""
 _NO_READ = ("_like", "new_", "empty", "record_stream")
+_NO_WRITE = ("aten::resize_", "aten::set_")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _COPIES = ("aten::copy_", "aten::_to_copy")
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor)
@@ -123,9 +124,11 @@ class Record(TorchDispatchMode):
             block.on_device = follow if wish is None else wish
             if block.on_device:
                 allocate(block)
+            elif follow and name == "aten::_to_copy" and kwargs.get("non_blocking"):
+                block.pinned_by_torch = True  # so the host need not wait, and has to wait itself
         if any(part in name for part in _NO_READ):
             reads = []
-        writes = [] if "empty" in name or name == "aten::resize_" else [*writes, *made]
+        writes = [] if "empty" in name or name in _NO_WRITE else [*writes, *made]
         self._note(name, reads, writes, args, kwargs)
         return result
 
@@ -144,12 +147,8 @@ class Record(TorchDispatchMode):
             return
         stream = current_stream()
         if here and name in _COPIES:
-            launch(name, reads, writes, stream.actor)
             given = args[2] if name == "aten::copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
-            if not given or not all(map(is_page_locked, here)):
-                down = any(not is_on_device(tensor) for tensor in writes)
-                how = "blocking" if not given else "pageable"
-                host_waits(stream.actor, f"{how} copy {'down' if down else 'up'}")
+            _copy(name, here, there, down=not is_on_device(writes[0]), non_blocking=bool(given))
             return
         if here:
             _check_mix(name, here, writes)
@@ -163,6 +162,24 @@ class Record(TorchDispatchMode):
         by_mask = name in _INDEXING and any(t.dtype == torch.bool for t in _tensors(args[1]))
         if name in _WAITS or by_mask:
             host_waits(stream.actor, name)
+
+
+def _copy(name: str, here: list[Tensor], there: list[Tensor], *, down: bool, non_blocking: bool) -> None:
+    """Note a copy between the host and the device. What is not page-locked the host reads before it goes up,
+    and writes after it has come down; so does torch where it casts, by way of other memory.
+    """
+    actor = current_stream().actor
+    is_cast = here[0].dtype != there[0].dtype
+    by_host = is_cast or not all(map(is_page_locked, here))
+    if by_host and not down:
+        launch(name, here, [], host())
+    mine = [] if by_host else here
+    launch(name, there if down else mine, mine if down else there, actor)
+    if not non_blocking or (by_host and down):
+        how = "pageable" if non_blocking else "blocking"
+        host_waits(actor, f"{how} copy {'down' if down else 'up'}")
+    if by_host and down:
+        launch(name, [], here, host())
 
 
 def _check_mix(name: str, here: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
