@@ -41,3 +41,25 @@ def test_a_class_of_the_script_has_no_kernel(kind: type[torch.optim.Optimizer]) 
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]  # the base class needs defaults
     assert rule_of(optimizer) is None
     assert rule_of(Lion([torch.nn.Parameter(torch.zeros(1))])) is Lion.step_rule
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, Lion])
+def test_a_kernel_reads_16_bit_gradients_as_they_are(kind: Any, dtype: torch.dtype) -> None:
+    """The step equals one with the gradient in fp32, and makes no fp32 copy of it."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, generator=generator)
+    gradients = [torch.randn(64, generator=generator).to(dtype) for _ in range(3)]
+    more = {"fused": True} if kind is torch.optim.AdamW else {}
+    leaf = torch.nn.Parameter(start.clone())
+    optimizer = kind([leaf], lr=0.1, **more)
+    rule = UpdateRule(optimizer)
+    plain = torch.nn.Parameter(start.clone())
+    other = kind([plain], lr=0.1, **more)
+    for gradient in gradients:
+        rule.begin(2.0)
+        assert not rule.apply([SliceUpdate(0, leaf, gradient.clone())], optimizer.state, live=True)
+        assert leaf.grad is None
+        plain.grad = gradient.float() / 2
+        other.step()
+    torch.testing.assert_close(leaf, plain, rtol=1e-6, atol=1e-7)
