@@ -32,7 +32,7 @@ from ..models import causal_model
 from ..zero.policy import find_modules
 from . import offload
 from .offload import ActivationPlacement, Segment, group_getter
-from .tiles import LossParts, tile_loss, tile_mlps
+from .tiles import LossParts, chunk_loss, tile_loss, tile_mlps
 from .tiles import tiled as tiled
 from .tiles import tiled_cross_entropy as tiled_cross_entropy
 
@@ -146,6 +146,8 @@ def apply(
     _check_partition(own)
     if section.tiled_mlp:
         tile_mlps(model, section.tile_tokens)
+    if section.chunked_loss:
+        chunk_loss(causal_model(model))
     if section.tiled_loss:
         tile_loss(causal_model(model), parts, section.tile_tokens)
     if section.enabled:

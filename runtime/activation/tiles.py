@@ -7,13 +7,16 @@ Long Sequence Training, arXiv 2506.13996, 3.3).
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ParameterError
@@ -127,6 +130,124 @@ def _linears(module: nn.Module) -> list[Any]:
 def _is_linear(module: nn.Module) -> bool:
     kinds = {type(each).__name__ for each in _linears(module)}
     return bool(kinds) and kinds <= {"Linear", "Conv1D"}
+
+
+# -- loss in chunks ---------------------------------------------------------------------------------
+#
+# Computes a Hugging Face model's loss from its logits without copies of all of them. transformers would make
+# three in float32: the logits, their logarithms of probabilities, and the gradient of these.
+
+
+CHUNK_NUMEL = 1 << 25
+"""Counts the logits of a chunk."""
+_CAUSAL = "ForCausalLM"
+_USUAL = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        counts = targets != ignored
+        chosen = torch.where(counts, targets, 0).unsqueeze(1)
+        total = torch.zeros((), dtype=dtype, device=logits.device)
+        norms = torch.empty(len(targets), dtype=dtype, device=logits.device)
+        for rows in _chunks(logits):
+            wide = logits[rows].to(dtype)
+            norm = torch.logsumexp(wide, -1)
+            losses = norm - wide.gather(1, chosen[rows]).squeeze(1)
+            total += torch.where(counts[rows], losses, 0).sum()
+            norms[rows] = norm
+        ctx.save_for_backward(logits, counts, chosen, norms)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the probabilities, less one at the targets, times the loss's gradient."""
+        logits, counts, chosen, norms = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient will be differentiated, with all logits
+            ones = torch.zeros_like(logits, dtype=norms.dtype).scatter_(1, chosen, 1.0)
+            each = torch.softmax(logits.to(norms.dtype), -1) - ones
+            return (each * torch.where(counts, gradient, 0).unsqueeze(1)).to(logits.dtype), None, None
+        gradients = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            # of logits and norms, the sum has the wider dtype
+            wide = torch.sub(logits[rows], norms[rows].unsqueeze(1)).exp_()
+            wide.scatter_add_(1, chosen[rows], -torch.ones_like(norms[rows]).unsqueeze(1))
+            gradients[rows] = wide.mul_(torch.where(counts[rows], gradient, 0).unsqueeze(1))
+        return gradients, None, None
+
+
+def chunked_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """Return the summed cross-entropy of ``logits`` (n, vocabulary) and ``targets`` (n), in float32 or wider.
+
+    Beside the logits and their gradient, which is in their dtype, only chunks exist.
+    """
+    total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)  # type: ignore[no-untyped-call]  # torch does not type it
+    return total
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    length = max(1, CHUNK_NUMEL // logits.shape[1])
+    return [slice(start, start + length) for start in range(0, len(logits), length)]
+
+
+class ChunkedLoss:
+    """Computes transformers' ``ForCausalLMLoss``, of more than a chunk of logits in chunks."""
+
+    def __init__(self, whole: Callable[..., Tensor]) -> None:
+        self.whole = whole
+
+    def __deepcopy__(self, memo: Any) -> ChunkedLoss:
+        return self
+
+    def __reduce__(self) -> Any:
+        return partial, (self.whole,)  # a pickled model does not need zlaunch
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean loss, or the sum divided by ``num_items_in_batch``."""
+        # transformers rounds losses of float64 to float32: such a model keeps its own
+        is_usual = logits.dtype in _USUAL and not is_traceable_wrapper_subclass(logits)
+        if not is_usual or logits.numel() <= CHUNK_NUMEL:
+            return self.whole(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        total = chunked_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index)
+        items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+
+
+def has_causal_loss(model: nn.Module | None) -> bool:
+    """Tell whether a Hugging Face model says that its loss is that of a causal language model."""
+    return getattr(model, "loss_type", None) == _CAUSAL
+
+
+def chunk_loss(model: nn.Module | None) -> None:
+    """Compute the loss of a Hugging Face causal language model in chunks, if it is transformers' own."""
+    owner: Any = model
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    # first its name: transformers warns of one that it does not know
+    if losses is not None and has_causal_loss(model) and owner.loss_function is losses.ForCausalLMLoss:
+        owner.loss_function = ChunkedLoss(losses.ForCausalLMLoss)
 
 
 # -- tiled loss -------------------------------------------------------------------------------------
@@ -278,7 +399,7 @@ def find_head(model: nn.Module | None) -> Any:
     """Return the head of a Hugging Face model whose loss can be computed in tiles; None for other models."""
     find: Any = getattr(model, "get_output_embeddings", None)
     head: Any = None if find is None else find()
-    return head if getattr(model, "loss_type", None) in (None, "ForCausalLM") else None
+    return head if getattr(model, "loss_type", None) in (None, _CAUSAL) else None
 
 
 def tile_loss(model: nn.Module | None, parts: LossParts | None, tile_tokens: int | str) -> None:

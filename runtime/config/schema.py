@@ -178,6 +178,9 @@ class ActivationCheckpointing(Section):
     """With enabled: checkpoint only this many blocks, evenly spaced; the others save all activations."""
     tiled_mlp: Bool = ok(False)
     """Compute MLPs in tiles of tokens, and recompute them in the backward pass (zlaunch's own key)."""
+    chunked_loss: Bool = ok(True)
+    """Compute the loss of a Hugging Face causal language model from its logits in chunks, without copies of
+    all logits in float32 (zlaunch's own key)."""
     tiled_loss: Bool = ok(False)
     """Compute a Hugging Face model's loss in tiles of tokens, without the full logits. In training, the model
     then returns no logits (zlaunch's own key)."""

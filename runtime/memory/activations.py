@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..activation.tiles import TILE_NUMEL
+from ..activation.tiles import TILE_NUMEL, has_causal_loss
 from .model import ModelSizes
 
 AUTOCAST = {"bf16_autocast": "bfloat16", "fp16_autocast": "float16"}
@@ -42,27 +42,29 @@ def transformer_activations(
     dtype_bytes: int,
     tensor: int = 1,
     *,
+    chunked_loss: bool = False,
     tiled_loss: bool = False,
 ) -> Activations:
     """Estimate a transformer's activations from its width, depth, vocabulary and the tokens of a micro-batch,
     on each of ``tensor`` ranks that share its layers.
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
-    output layer has logits in the compute dtype and in fp32, and a gradient of each; with ``tiled_loss``,
-    those of one tile.
+    output layer has logits in the compute dtype and in fp32, and a gradient of each; with ``chunked_loss``
+    in the compute dtype alone, with ``tiled_loss`` those of one tile.
     """
     layer = (_WHOLE_BYTES + _SHARED_BYTES // tensor) * tokens * hidden * dtype_bytes // 2
-    head = logits_bytes(
-        min(tokens, max(1, TILE_NUMEL // vocab)) if tiled_loss else tokens, vocab, dtype_bytes
-    )
+    head_tokens = min(tokens, max(1, TILE_NUMEL // vocab)) if tiled_loss else tokens
+    head = logits_bytes(head_tokens, vocab, dtype_bytes, chunked=chunked_loss)
     inputs = tokens * hidden * dtype_bytes * layers
     source = "the formula of Korthikanti et al., 2022"
     return Activations(layer * layers + head, inputs + max(layer, head), source)
 
 
-def logits_bytes(tokens: int, vocab: int, dtype_bytes: int) -> int:
-    """Return the bytes of logits in the compute dtype and in fp32, and of a gradient of each."""
-    return tokens * vocab * 2 * (dtype_bytes + 4)
+def logits_bytes(tokens: int, vocab: int, dtype_bytes: int, *, chunked: bool = False) -> int:
+    """Return the bytes of logits and of their gradient: in the compute dtype and, unless the loss is computed
+    in chunks, in fp32.
+    """
+    return tokens * vocab * 2 * (dtype_bytes + (0 if chunked else 4))
 
 
 def activations_per_token(
@@ -87,7 +89,8 @@ def activations_per_token(
             return None
         found.append(known[0])
     hidden, layers, vocab = found
-    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes, tensor)
+    chunked = has_causal_loss(model)
+    of_all = transformer_activations(hidden, layers, vocab, 1, dtype_bytes, tensor, chunked_loss=chunked)
     assert of_all.checkpointed is not None
     plain, checkpointed = (max(1, each // sequence) for each in (of_all.plain, of_all.checkpointed))
     return Activations(plain, checkpointed, of_all.source)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activation.checkpointing import has_blocks
-from ..activation.tiles import find_head
+from ..activation.tiles import find_head, has_causal_loss
 from ..host_memory import host_bytes
 from ..models import causal_model
 from ..zero.placeholder import shape_of
@@ -196,7 +196,8 @@ class MemoryAdviser:
         if known is None or known.checkpointed is None:
             return False
         all_bytes = known.checkpointed if self.checkpoints else known.plain
-        return logits_bytes(1, shape_of(head.weight)[0], nbytes) >= _WORTH_IT * all_bytes
+        logits = logits_bytes(1, shape_of(head.weight)[0], nbytes, chunked=has_causal_loss(model))
+        return logits >= _WORTH_IT * all_bytes
 
     def _merged(self, change: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config's sections that a change names, with all else that they have."""

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..activation.checkpointing import checkpoint_blocks
-from ..activation.tiles import tile_loss
+from ..activation.tiles import chunk_loss, tile_loss
 from ..errors import MemoryPlanError, ParameterError
 from ..models import causal_model
 from ..precision import dtype_named
@@ -111,9 +111,11 @@ def _peak(
     """
 
     def run(module: nn.Module) -> int:
+        language_model = causal_model(module)
+        chunk_loss(language_model)  # as training does by default
         if tiled_loss:
             try:
-                tile_loss(causal_model(module), None, "auto")
+                tile_loss(language_model, None, "auto")
             except ParameterError as error:
                 raise MemoryPlanError(str(error)) from None
         for parameter in module.parameters():

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import zlaunch
+from zlaunch.runtime.activation import tiles
 from zlaunch.sequence import attention, mean, split
 
 pytestmark = pytest.mark.gpu
@@ -105,3 +107,21 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         found: Tensor = hidden + self.mlp(self.norm(hidden))
         return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_in_chunks_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_NUMEL", 5 * 96)
+    targets = torch.arange(32, device="cuda") % 96
+    targets[:3] = -100
+    found: list[Any] = []
+    for whole in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(32, 96, generator=generator).to("cuda", dtype).requires_grad_()
+        if whole:
+            loss = functional.cross_entropy(logits.float(), targets, reduction="sum")
+        else:
+            loss = tiles.chunked_cross_entropy(logits, targets)
+        loss.backward()
+        found.append((loss.detach(), logits.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)

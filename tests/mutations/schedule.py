@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 PREFETCH = ("tests/unit/zero/test_prefetch.py",)
+LOSS = ("tests/runtime/activation/test_chunked_loss.py",)
 CHOICES = ("tests/unit/memory/test_choices.py",)
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -55,5 +56,33 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if of_pass and self._has_large_logits():",
         "a key is advised that the config has",
         ("tests/runtime/memory/test_out_of_memory.py",),
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "gradients[rows] = wide.mul_(torch.where(counts[rows], gradient, 0).unsqueeze(1))",
+        "gradients[rows] = wide.mul_(gradient)",
+        "labels that do not count have a gradient, where the loss is computed in chunks",
+        LOSS,
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "        if torch.is_grad_enabled():  # create_graph",
+        "        if False:  # create_graph",
+        "second derivatives leave out the loss",
+        LOSS,
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "is_usual = logits.dtype in _USUAL and",
+        "is_usual = logits.is_floating_point() and",
+        "the loss of a model in float64 changes its dtype",
+        LOSS,
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "has_causal_loss(model) and owner.loss_function is losses.ForCausalLMLoss:",
+        "has_causal_loss(model):",
+        "a script's own loss function is replaced",
+        LOSS,
     ),
 )

@@ -476,7 +476,8 @@ def estimate(
     )
     whole_logits = 0
     if sizes.vocab is not None and shape is None and not tiled_loss:
-        whole_logits = logits_bytes(own_seq * micro_batch, sizes.vocab, kind.itemsize)
+        chunked = sizes.is_language_model
+        whole_logits = logits_bytes(own_seq * micro_batch, sizes.vocab, kind.itemsize, chunked=chunked)
     _show(sizes, machines, activations, found, times, work, assumed, whole_logits)
     for note in notes:
         click.echo(note)

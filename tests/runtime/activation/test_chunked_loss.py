@@ -1,0 +1,173 @@
+"""Test the loss of a Hugging Face model in chunks of logits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import zlaunch
+from tests.needs import needs_package
+from tests.runtime.sequence_parallel.test_tiles import Activations
+from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.activation import tiles
+from zlaunch.runtime.activation.tiles import ChunkedLoss, chunk_loss, chunked_cross_entropy
+
+VOCAB = 96
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHUNK_NUMEL", 3 * VOCAB)
+
+
+@given(st.integers(1, 13), st.integers(2, VOCAB), st.integers(0, 3), st.floats(0.1, 50.0))
+def test_the_loss_and_its_gradient_are_torchs(n: int, vocab: int, ignored: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(n * vocab + ignored)
+    logits = (torch.randn(n, vocab, generator=generator, dtype=torch.float64) * scale).requires_grad_()
+    targets = torch.randint(0, vocab, (n,), generator=generator)
+    targets[:ignored] = -100
+    found: list[Any] = []
+    for function in (chunked_cross_entropy, _whole):
+        logits.grad = None
+        total = function(logits, targets)
+        (total * 0.5).backward()
+        assert logits.grad is not None
+        found.append((total.detach(), logits.grad.clone()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+
+
+def _whole(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, targets, reduction="sum")
+
+
+@needs_package("transformers")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("items", [None, 9, torch.tensor(7)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize("is_shifted", [False, True])
+def test_it_is_transformers_loss(dtype: torch.dtype, items: Any, is_shifted: bool) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 9, VOCAB, generator=generator).to(dtype)[:, 1:].detach()
+    if dtype in (torch.float32, torch.float64):  # transformers takes no others; its copies of 16 bits are
+        logits = logits.contiguous()
+    logits.requires_grad_()
+    labels = torch.randint(0, VOCAB, (2, 8), generator=generator)
+    labels[0, :3] = -100
+    more: dict[str, Any] = {"shift_labels": labels} if is_shifted else {}
+    found: list[Any] = []
+    functions: list[Any] = [ChunkedLoss(ForCausalLMLoss), ForCausalLMLoss]
+    for function in functions:
+        logits.grad = None
+        loss = function(
+            logits, None if is_shifted else labels, VOCAB, num_items_in_batch=items, unknown=1, **more
+        )
+        loss.backward()
+        assert logits.grad is not None
+        found.append((loss.detach(), logits.grad.clone()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+
+
+def test_no_label_that_counts_makes_nan_as_torch_has_it() -> None:
+    loss = ChunkedLoss(_never)(torch.randn(1, 8, VOCAB), torch.full((1, 8), -100), VOCAB)
+    assert loss.isnan()
+
+
+def _never(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise AssertionError("it is large")
+
+
+def test_its_gradient_can_be_differentiated() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(8, VOCAB, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, VOCAB, (8,), generator=generator)
+    targets[0] = -100
+    found: list[Any] = []
+    for function in (chunked_cross_entropy, _whole):
+        (first,) = torch.autograd.grad(function(logits, targets), logits, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), logits)
+        found.append((first.detach(), second))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+def _llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **{"vocab_size": VOCAB, **changes}))
+
+
+@needs_package("transformers")
+def test_only_transformers_own_causal_loss_is_replaced() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    model = _llama()
+    own: Callable[..., Any] = model.loss_function
+    chunk_loss(model)
+    assert isinstance(model.loss_function, ChunkedLoss) and model.loss_function.whole is own
+    chunk_loss(model)
+    assert not isinstance(model.loss_function.whole, ChunkedLoss)
+    assert isinstance(copy.deepcopy(model).loss_function, ChunkedLoss)
+    kept = pickle.loads(pickle.dumps(model.loss_function))
+    assert b"zlaunch" not in pickle.dumps(model.loss_function) and kept.func is own
+    other = _llama()
+    other.loss_function = _never
+    chunk_loss(other)
+    assert other.loss_function is _never
+    masked = BertForMaskedLM(
+        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    )
+    before = masked.loss_function
+    chunk_loss(masked)
+    chunk_loss(torch.nn.Linear(1, 1))
+    chunk_loss(None)
+    assert masked.loss_function is before
+
+
+def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:
+    """Return the losses of three steps in bf16, and the most bytes of activations."""
+    join()
+    tiles.CHUNK_NUMEL = 16 * 2048
+    model = _llama(vocab_size=2048, tie_word_embeddings=True).train()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": {"chunked_loss": is_chunked},
+    }
+    engine, *_ = zlaunch.initialize(model=model, config=config)
+    tokens = torch.randint(0, 2048, (2, 256), generator=torch.Generator().manual_seed(5))
+    losses = []
+    peak = 0
+    for _ in range(3):
+        gc.collect()
+        with Activations(model) as activations:
+            output = engine(input_ids=tokens, labels=tokens)
+            engine.backward(output.loss)
+        assert output.logits.shape == (2, 256, 2048), "the output has them all the same"
+        losses.append(output.loss.item())
+        engine.step()
+        peak = activations.peak
+        del output
+    return losses, peak
+
+
+@needs_package("transformers")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_is_the_same_with_less_memory(stage: int) -> None:
+    wanted, whole = run_workers(_train, 2, stage, False)[0]
+    for losses, peak in run_workers(_train, 2, stage, True):
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        assert peak < 0.5 * whole, (peak, whole)
