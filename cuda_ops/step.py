@@ -307,7 +307,11 @@ def needs_kernel(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dty
 def common_args(group: Mapping[str, Any], multiplier: Scalar, found_inf: Scalar | None) -> dict[str, Any]:
     """Return the arguments that all kernels take."""
     decay = float(group["weight_decay"])
-    return {"lr": group["lr"], "weight_decay": decay, "multiplier": multiplier, "found_inf": found_inf}
+    rate = group["lr"]
+    if isinstance(rate, Tensor):
+        # A kernel reads a rate on the device in fp32, and no other tensor.
+        rate = float(rate) if rate.device.type == "cpu" else rate.to(torch.float32).reshape(())
+    return {"lr": rate, "weight_decay": decay, "multiplier": multiplier, "found_inf": found_inf}
 
 
 class AdamRule(StepRule):

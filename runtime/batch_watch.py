@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .device import HostCopy
+from .device import HostCopy, keep_for_stream
 from .fingerprint import FACTOR, sampled_fingerprint
 from .log import warn
 from .mesh import MeshShape
@@ -107,7 +107,8 @@ class BatchWatch:
         if self._number is None or self._is_unknown or not self._counts:
             own = torch.zeros((), dtype=torch.float64, device=self._device)
         else:
-            own = (self._number >> (63 - _BITS) & ((1 << _BITS) - 1)).clamp(min=1).double()
+            number = keep_for_stream(self._number)
+            own = (number >> (63 - _BITS) & ((1 << _BITS) - 1)).clamp(min=1).double()
         if not self._shows_ranks:
             return own.reshape(1)
         places = torch.zeros(self._places, dtype=torch.float64, device=self._device)

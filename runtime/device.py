@@ -35,20 +35,13 @@ def stream_mark(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-_beside: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def behind(mark: torch.cuda.Event | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context whose work begins behind ``mark``, whatever the current stream has been given since;
-    behind all of that for None. The stream that uses the results has to wait for them.
+def keep_for_stream(tensor: Tensor) -> Tensor:
+    """Return a tensor of a pass, whose memory stays until the current stream has used it: the script may run
+    its passes on another stream than its steps.
     """
-    if mark is None:
-        return nullcontext()
-    stream = _beside.get(device)
-    if stream is None:
-        stream = _beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-    stream.wait_event(mark)
-    return torch.cuda.stream(stream)
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 # -- small copies -----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .device import keep_for_stream
+
 
 class StepLosses:
     """Collects the losses of this rank's micro-batches; the step sums :meth:`numbers` over the ranks."""
@@ -47,9 +49,15 @@ class StepLosses:
 
     def numbers(self) -> Tensor:
         """Return the sum of the losses and that of their weights, (2,) in float64 on the device."""
-        own = torch.zeros((), device=self._device, dtype=torch.float64) if self._sum is None else self._sum
+        own = self._sum
+        own = (
+            torch.zeros((), device=self._device, dtype=torch.float64) if own is None else keep_for_stream(own)
+        )
         own = own.to(self._device)
-        return torch.stack([own, torch.zeros_like(own) + self._weight])
+        weight = self._weight
+        if isinstance(weight, Tensor):
+            keep_for_stream(weight)
+        return torch.stack([own, torch.zeros_like(own) + weight])
 
     def take(self, sums: Sequence[float] | Tensor) -> None:
         """Take the sums over the ranks at the end of a step, where they are, and begin the next one. Without

@@ -348,7 +348,8 @@ class ShardedOptimizer:
     the model. So the units that a pass uses first are stepped first, and the stream is marked behind each
     (``Unit.prepare_gather``). Their gathers begin at these marks instead of behind the whole step. They are
     still started by the forward pass: what the script changes in between is sent, because a write to the
-    values forgets the mark, and all ranks start the same collectives in the same order.
+    values forgets the mark, and all ranks start the same collectives in the same order. Their memory is
+    allocated here and kept until then.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Comm
+from ..comm.process_group import open_comms
 from ..errors import DiskError, PeerLost
 from . import placeholder
 from .placeholder import UnitState
@@ -795,7 +796,9 @@ class ShardedModel:
                 numel += unit.numel
         root = [unit for unit in self._root.units if unit.shard_params]
         ahead = self._prefetch.used_first(self._forward_order)
-        return list(dict.fromkeys([*whole, *root, *ahead]))
+        # Another engine may run next, and would lack the memory.
+        alone = len(open_comms) == 1
+        return list(dict.fromkeys([*whole, *(root + ahead if alone else [])]))
 
     def reshard_all(self) -> None:
         """Reshard every unit that may be, and release what is prepared for the next gathers."""

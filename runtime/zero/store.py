@@ -16,10 +16,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,40 @@ class TileView:
     """On disk: the optimizer's state, one tensor after the other. Elsewhere the optimizer has it."""
 
 
+_beside: dict[torch.device, torch.cuda.Stream] = {}
+"""Holds each device's stream for gathers that begin at a mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettledValues:
+    """Marks where, in the work that a stream has been given, values were written."""
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    written: torch.cuda.Event
+
+    @classmethod
+    def now(cls, device: torch.device) -> SettledValues:
+        """Mark the current stream of a GPU."""
+        stream = torch.cuda.current_stream(device)
+        return cls(device, stream, stream.record_event())
+
+    @property
+    def is_of_current_stream(self) -> bool:
+        """Tell whether the current stream is the one that was marked."""
+        return torch.cuda.current_stream(self.device) == self.stream
+
+    def behind(self) -> AbstractContextManager[Any]:
+        """Return a context whose work begins behind the mark, whatever the stream has been given since. The
+        stream that uses the results has to wait for them.
+        """
+        stream = _beside.get(self.device)
+        if stream is None:
+            stream = _beside[self.device] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's own
+        stream.wait_event(self.written)
+        return torch.cuda.stream(stream)
+
+
 class ValueStore(ABC):
     """Keeps this rank's values of a unit in the compute dtype (or the master's, where that is read)."""
 
@@ -76,7 +110,7 @@ class ValueStore(ABC):
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
         """Holds the values, flat, where they are in memory; call :meth:`flush` before reading them."""
-        self.settled: torch.cuda.Event | None = None
+        self.settled: SettledValues | None = None
         """Marks where a step has written the values and allocated the memory of the next gather, which may
         begin there: see Note [Gathers beside the step] in optim/step.py. None: behind the present stream.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..comm.collectives import Comm
 from ..comm.pending import DONE, Pending
-from ..device import behind, named, stream_mark
+from ..device import named
 from ..errors import OptimizerError
 from . import placeholder
 from .layout import TILE_NUMEL, Layout, Piece, cuts_of
@@ -21,6 +21,7 @@ from .store import (
     Access,
     DeviceStores,
     DeviceValues,
+    SettledValues,
     ShardFacts,
     StoreFactory,
     open_all,
@@ -399,22 +400,31 @@ class Unit:
         with named(f"gather {self.name}"):
             self._pending = self.values.start_gather(self)
 
-    def prepare_gather(self) -> torch.cuda.Event | None:
+    def prepare_gather(self) -> SettledValues | None:
         """Allocate the memory of the next gather, and mark the stream: the gather may begin here, behind what
         has written this rank's values. None where it cannot.
         """
-        simple = self.link.gathers_on_any_stream and self.values.is_gathered_directly
-        if not simple or self.state not in (UnitState.SHARDED, UnitState.UNSHARDED):
+        if not (self.link.gathers_on_any_stream and self.values.is_gathered_directly):
             return None
-        # Before the mark: earlier work on the stream may still use this memory for its former owner.
-        self._refill()
-        return stream_mark(self.device)
+        if self.shard_params:
+            # Memory that has stayed is a view's in the script, which may still read it: see Note [One storage
+            # per unit].
+            if self.state is not UnitState.SHARDED or self._storage.nbytes():
+                return None
+            # Before the mark: earlier work on the stream may still use this memory for its former owner.
+            try:
+                self._refill()
+            except torch.OutOfMemoryError:  # the step, half made, does without
+                return None
+        elif self.state is not UnitState.UNSHARDED:
+            return None
+        return SettledValues.now(self.device)
 
     def forget_gather(self) -> None:
         """Release the memory that :meth:`prepare_gather` has allocated, if the gather has not begun."""
-        self.values.settled = None
         if self.state is UnitState.SHARDED and self._storage.nbytes():
             self._release_memory()
+        self.values.settled = None
 
     def make_room(self) -> None:
         """Prepare a gather that has been started, before the block in front of this unit's is queued."""
@@ -433,10 +443,15 @@ class Unit:
 
     def gather_from(self, source: Tensor) -> Pending:
         """Allocate the storage and start to fill it from every rank's ``source``."""
-        self._refill()
         settled = self.values.settled
         self.values.settled = None
-        with torch.no_grad(), behind(settled, self.device):
+        if settled is not None and not settled.is_of_current_stream:
+            # The memory belongs to another stream than the one that will use and release it.
+            settled = None
+            if self.shard_params:
+                self._storage.resize_(0)
+        self._refill()
+        with torch.no_grad(), nullcontext() if settled is None else settled.behind():
             return self.comm.all_gather(self.full, source, self.tag, self.is_rounded)
 
     def refresh(self) -> None:
@@ -515,6 +530,7 @@ class Unit:
             placeholder.complain(lost)
 
     def _release_memory(self) -> None:
+        self.values.settled = None  # it was a mark behind the allocation of this memory
         # See Note [One storage per unit]: nothing may read released memory.
         if self.is_viewed() or not self._storage.resizable():  # NumPy may have been given it
             return

@@ -119,8 +119,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/unit.py",
-        "            self._storage.resize_(0)\n",
-        "            pass\n",
+        "        else:\n            self._storage.resize_(0)\n",
+        "        else:\n            pass\n",
         "a resharded unit keeps its memory",
         ("tests/unit/zero/test_unit.py",),
     ),

@@ -269,11 +269,11 @@ def _what_a_stage_receives_is_used_before_it_arrives() -> list[Change]:
 
 
 def _a_gather_fills_memory_that_is_in_use() -> list[Change]:
-    from zlaunch.runtime.device import stream_mark
+    from zlaunch.runtime.zero.store import SettledValues
     from zlaunch.runtime.zero.unit import Unit
 
     def without_memory(self: Any) -> Any:
-        return stream_mark(self.device)
+        return SettledValues.now(self.device)
 
     return [(Unit, "prepare_gather", without_memory)]
 
@@ -281,12 +281,9 @@ def _a_gather_fills_memory_that_is_in_use() -> list[Change]:
 def _a_gather_does_not_wait_for_the_step() -> list[Change]:
     import torch
 
-    from zlaunch.runtime.zero import unit
+    from zlaunch.runtime.zero.store import SettledValues
 
-    def behind_nothing(mark: Any, device: Any) -> Any:
-        return torch.cuda.stream(None if mark is None else torch.cuda.Stream())
-
-    return [(unit, "behind", behind_nothing)]
+    return [(SettledValues, "behind", lambda self: torch.cuda.stream(torch.cuda.Stream()))]
 
 
 def _units_are_marked_before_they_are_stepped() -> list[Change]:
@@ -477,14 +474,18 @@ def _a_mark_serves_two_gathers() -> list[Change]:
     from zlaunch.runtime.zero.unit import Unit
 
     gather = Unit.gather_from
+    release = Unit._release_memory
 
-    def gather_from(self: Any, source: Any) -> Any:
-        settled = self.values.settled
-        pending = gather(self, source)
-        self.values.settled = settled
-        return pending
+    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *arguments: Any) -> Any:
+            settled = self.values.settled
+            result = function(self, *arguments)
+            self.values.settled = settled
+            return result
 
-    return [(Unit, "gather_from", gather_from)]
+        return call
+
+    return [(Unit, "gather_from", keeping(gather)), (Unit, "_release_memory", keeping(release))]
 
 
 def _a_touch_does_not_wait_for_a_refresh() -> list[Change]:

@@ -63,3 +63,17 @@ def test_a_kernel_reads_16_bit_gradients_as_they_are(kind: Any, dtype: torch.dty
         plain.grad = gradient.float() / 2
         other.step()
     torch.testing.assert_close(leaf, plain, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_kernel_takes_a_rate_that_is_a_tensor(dtype: torch.dtype) -> None:
+    found = []
+    for rate in (0.125, torch.tensor(0.125, dtype=dtype), torch.tensor([0.125], dtype=dtype)):
+        leaf = torch.nn.Parameter(torch.ones(8))
+        optimizer = torch.optim.AdamW([leaf], lr=0.1, fused=True)
+        optimizer.param_groups[0]["lr"] = rate
+        rule = UpdateRule(optimizer)
+        rule.begin(1.0)
+        rule.apply([SliceUpdate(0, leaf, torch.ones(8, dtype=torch.bfloat16))], optimizer.state, live=True)
+        found.append(leaf.detach())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
