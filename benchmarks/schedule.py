@@ -287,7 +287,7 @@ def run_rank(
     scale = NARROWER**2
 
     def timed(module: Any, function: str, name: str, nbytes: int) -> None:
-        """Let a function have the length of its kernel, not that of the operations of plain torch."""
+        """Let a function take the time of its kernel; operations of plain torch inside of it take none."""
         run = getattr(module, function)
 
         def call(given: Any, *arguments: Any) -> Any:

@@ -7,6 +7,7 @@ Long Sequence Training, arXiv 2506.13996, 3.3).
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,9 +140,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 CHUNK_NUMEL = 1 << 25
-"""Counts the logits of a chunk."""
+"""Counts the logits of a chunk; of fewer, the loss is computed at once."""
 _CAUSAL = "ForCausalLM"
 _USUAL = (torch.bfloat16, torch.float16, torch.float32)
+"""Lists the dtypes of logits whose loss is computed in chunks."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -237,7 +239,7 @@ class ChunkedLoss:
 
 
 def has_causal_loss(model: nn.Module | None) -> bool:
-    """Tell whether a Hugging Face model says that its loss is that of a causal language model."""
+    """Tell whether a Hugging Face model says that it has a causal language model's loss."""
     return getattr(model, "loss_type", None) == _CAUSAL
 
 
@@ -278,6 +280,14 @@ class LogitsLater:
     """The sum of the losses."""
     count: Tensor
     """The number of labels that count."""
+
+    def contiguous(self) -> LogitsLater:
+        """Return this: it has no memory."""
+        return self
+
+    def float(self) -> LogitsLater:
+        """Return this: the loss is computed in float32."""
+        return self
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise ParameterError(f"{_KEY}: the model changes its logits before the loss: set tiled_loss to false")
@@ -400,6 +410,21 @@ def find_head(model: nn.Module | None) -> Any:
     find: Any = getattr(model, "get_output_embeddings", None)
     head: Any = None if find is None else find()
     return head if getattr(model, "loss_type", None) in (None, _CAUSAL) else None
+
+
+_LOGITS = re.compile(r"^\s*(?:lm_)?logits\s+[-+*/]?=\s", re.MULTILINE)
+"""Finds assignments; keyword arguments have no spaces around the sign."""
+
+
+def changes_logits(model: nn.Module) -> bool:
+    """Tell whether a Hugging Face model seems to change the logits of its head: its forward, as far as it can
+    be read, assigns them more than once.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):
+        return True
+    return len(_LOGITS.findall(source)) > 1
 
 
 def tile_loss(model: nn.Module | None, parts: LossParts | None, tile_tokens: int | str) -> None:

@@ -50,7 +50,7 @@ def transformer_activations(
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models". The
     output layer has logits in the compute dtype and in fp32, and a gradient of each; with ``chunked_loss``
-    in the compute dtype alone, with ``tiled_loss`` those of one tile.
+    in the compute dtype alone, with ``tiled_loss`` no more than a tile of them.
     """
     layer = (_WHOLE_BYTES + _SHARED_BYTES // tensor) * tokens * hidden * dtype_bytes // 2
     head_tokens = min(tokens, max(1, TILE_NUMEL // vocab)) if tiled_loss else tokens

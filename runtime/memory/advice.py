@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..activation.checkpointing import has_blocks
-from ..activation.tiles import find_head, has_causal_loss
+from ..activation.tiles import changes_logits, find_head, has_causal_loss
 from ..host_memory import host_bytes
 from ..models import causal_model
 from ..zero.placeholder import shape_of
@@ -170,13 +170,11 @@ class MemoryAdviser:
                     found.append(self._merged(bits))
                     break
         section = self.config.get("activation_checkpointing")
-        recomputed = dict(section) if isinstance(section, dict) else {}
-        if of_pass and not recomputed.get("tiled_loss") and self._has_large_logits():
-            recomputed["tiled_loss"] = True
-            found.append({"activation_checkpointing": dict(recomputed)})
+        known = section if isinstance(section, dict) else {}
+        if of_pass and not known.get("tiled_loss") and self._has_large_logits():
+            found.append({"activation_checkpointing": {**known, "tiled_loss": True}})
         if of_pass and not self.checkpoints and has_blocks(self.model):
-            recomputed["enabled"] = True
-            found.append({"activation_checkpointing": recomputed})
+            found.append({"activation_checkpointing": {**known, "enabled": True}})
         if of_pass and micro_batch > 1:
             part = next(n for n in range(2, micro_batch + 1) if micro_batch % n == 0)
             found.append(
@@ -193,7 +191,7 @@ class MemoryAdviser:
         head = find_head(model)
         nbytes = self.setting.dtype_bytes
         known = None if head is None else activations_per_token(model, nbytes)
-        if known is None or known.checkpointed is None:
+        if known is None or known.checkpointed is None or changes_logits(model):
             return False
         all_bytes = known.checkpointed if self.checkpoints else known.plain
         logits = logits_bytes(1, shape_of(head.weight)[0], nbytes, chunked=has_causal_loss(model))

@@ -114,10 +114,7 @@ def _peak(
         language_model = causal_model(module)
         chunk_loss(language_model)  # as training does by default
         if tiled_loss:
-            try:
-                tile_loss(language_model, None, "auto")
-            except ParameterError as error:
-                raise MemoryPlanError(str(error)) from None
+            tile_loss(language_model, None, "auto")
         for parameter in module.parameters():
             if parameter.requires_grad:  # the runtime takes each gradient when it arrives
                 parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
@@ -179,6 +176,8 @@ def on_fake_tensors(
                     return run(module)
             except MemoryPlanError:
                 raise
+            except ParameterError as error:  # what a config would be told, too
+                raise MemoryPlanError(f"{model.name}: {error}") from None
             except Exception as error:
                 first = first or error
     finally:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..activation.tiles import changes_logits, find_head
 from ..comm.axis import Axis, Channel
 from ..comm.shard_spec import box_shape
 from ..errors import MemoryPlanError, ParameterError
 from ..mesh import MeshShape
+from ..models import causal_model
 from ..parallel.pipeline import LayerSequence, divide, find_layers, owners_of, weights_of
 from ..parallel.plans import find_plan
 from ..parallel.tensor import Decision
@@ -59,6 +61,8 @@ class ModelSizes:
     """Builds the module; None where only numbers are known."""
     is_language_model: bool = False
     """Tells that it takes ``input_ids`` and ``labels`` and returns a loss, as Hugging Face's models do."""
+    takes_tiled_loss: bool = True
+    """Tells that ``activation_checkpointing.tiled_loss`` does not refuse it, as far as that can be seen."""
 
     @property
     def numel(self) -> int:
@@ -186,6 +190,7 @@ def _of_module(
     blocks = plan_blocks(model, SHARDED)
     trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
+    language_model = causal_model(model)
     return ModelSizes(
         name=name,
         blocks=tuple(trainable),
@@ -193,6 +198,7 @@ def _of_module(
         vocab=vocab,
         build=build,
         is_language_model=is_language_model,
+        takes_tiled_loss=find_head(language_model) is not None and not changes_logits(language_model),
     )
 
 

@@ -345,7 +345,7 @@ class ShardedOptimizer:
 
     Note [Gathers beside the step]. Nothing computes before the first blocks of a forward pass that their
     gathers could run beside, except the step: its kernels are still running on the GPU when the host calls
-    the model. So the units that a pass uses first are stepped first, and the stream is marked behind each
+    the model. So the units that a pass uses first are stepped first, and the stream is marked behind them
     (``Unit.prepare_gather``). Their gathers begin at these marks instead of behind the whole step. They are
     still started by the forward pass: what the script changes in between is sent, because a write to the
     values forgets the mark, and all ranks start the same collectives in the same order. Their memory is

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..activation.tiles import LossParts
+from ..activation.tiles import LossParts, chunked_cross_entropy
 from ..comm.collectives import Comm
 from ..config import Config
 from ..environment import read_environment
@@ -74,10 +74,7 @@ class SequenceLoss:
         wanted = labels if shift_labels is None else shift_labels
         assert wanted is not None
         wanted = wanted.reshape(-1).to(logits.device)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        own = functional.cross_entropy(
-            wide.reshape(-1, logits.shape[-1]), wanted, ignore_index=ignore_index, reduction="sum"
-        )
+        own = chunked_cross_entropy(logits.reshape(-1, logits.shape[-1]), wanted, ignore_index)
         summed, count = SequenceTotals(self.axis)(own, (wanted != ignore_index).sum())
         if num_items_in_batch is None:
             return summed / count

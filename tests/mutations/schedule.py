@@ -52,7 +52,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/memory/advice.py",
-        'if of_pass and not recomputed.get("tiled_loss") and self._has_large_logits():',
+        'if of_pass and not known.get("tiled_loss") and self._has_large_logits():',
         "if of_pass and self._has_large_logits():",
         "a key is advised that the config has",
         ("tests/runtime/memory/test_out_of_memory.py",),

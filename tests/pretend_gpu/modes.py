@@ -268,7 +268,8 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, rest = args[0], args[1:]
     named = {name: value for name, value in kwargs.items() if name != "copy"}
     if rest and isinstance(rest[0], Tensor):
-        device, dtype = (place.device if is_on_device(rest[0]) else CPU), rest[0].dtype
+        device = place.device if is_on_device(rest[0]) else CPU
+        dtype = rest[0].dtype
         non_blocking = kwargs.get("non_blocking", False)
     else:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **named)

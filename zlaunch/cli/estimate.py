@@ -152,7 +152,7 @@ def missing_text(times: Sequence[StepTime]) -> str:
 _MISSING = "give MODEL with --input, --hf_config, or --params"
 _LEAST_COLUMNS = 130
 _LARGE_LOGITS = 0.25
-"""The part of the activations from which on logits are named."""
+"""The part of checkpointed activations from which on logits are named, if they take a GiB."""
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -321,6 +321,8 @@ def estimate(
         raise click.UsageError(
             "--step_in_backward cannot be combined with fp16, whose steps may have to be skipped"
         )
+    if tiled_loss and pipeline > 1:
+        raise click.UsageError("--tiled_loss cannot be combined with --pipeline: stages compute whole logits")
     if master_weights == "stochastic" and dtype != "bf16":
         raise click.UsageError(f"--master_weights stochastic needs --dtype bf16, and it is {dtype}")
     for name, is_narrow in (
@@ -339,7 +341,7 @@ def estimate(
     from zlaunch.runtime.errors import MemoryPlanError
     from zlaunch.runtime.log import set_level
     from zlaunch.runtime.memory import choices
-    from zlaunch.runtime.memory.activations import AUTOCAST, logits_bytes, of_numbers
+    from zlaunch.runtime.memory.activations import AUTOCAST, of_numbers
     from zlaunch.runtime.memory.estimate import GIB
     from zlaunch.runtime.memory.fake_step import computing_in, of_module, parse_shape
     from zlaunch.runtime.memory.model import from_function, from_hugging_face, from_numbers, of_one_rank
@@ -394,6 +396,11 @@ def estimate(
                 raise click.UsageError("--simulate needs the operations of MODEL: give --input")
     except MemoryPlanError as error:
         raise click.UsageError(str(error)) from None
+    if tiled_loss and activations is None:
+        raise click.UsageError(f"--tiled_loss changes the activations, which are not known: {_MISSING}")
+    logits = 0
+    if activations is not None and not (tiled_loss or shape or pipeline > 1):
+        logits = large_logits(sizes, activations, own_seq * micro_batch, kind.itemsize)
     notes += shape_advice(sizes.hidden, sizes.vocab)
     kept = choices.Bits(state_dtype, optimizer, master_weights == "stochastic")
     found = choices.compare(
@@ -429,6 +436,7 @@ def estimate(
                     ("--state_dtype int8", state_dtype == "int8" or not narrows),
                     ("--master_weights stochastic", kept.stochastic or dtype != "bf16" or not narrows),
                     ("--step_in_backward", step_in_backward or dtype.startswith("fp16") or not steps),
+                    ("--tiled_loss", not logits),
                 )
                 if not is_given
             ]
@@ -474,11 +482,7 @@ def estimate(
     assumed = f"{dtype}{masters}, {optimizer}{states}" + (
         "" if model is not None and shape is None else f", {batch} {whose}"
     )
-    whole_logits = 0
-    if sizes.vocab is not None and shape is None and not tiled_loss:
-        chunked = sizes.is_language_model
-        whole_logits = logits_bytes(own_seq * micro_batch, sizes.vocab, kind.itemsize, chunked=chunked)
-    _show(sizes, machines, activations, found, times, work, assumed, whole_logits)
+    _show(sizes, machines, activations, found, times, work, assumed, logits)
     for note in notes:
         click.echo(note)
     if plot:
@@ -487,6 +491,21 @@ def estimate(
 
 def _count(gpus: int) -> str:
     return f"{gpus} GPU{'s' * (gpus > 1)}"
+
+
+def large_logits(sizes: ModelSizes, activations: Activations, tokens: int, dtype_bytes: int) -> int:
+    """Return the bytes of logits that a tiled loss would save much of; 0 where they are few, or where a
+    Hugging Face model does not take one.
+    """
+    from zlaunch.runtime.memory.activations import logits_bytes
+    from zlaunch.runtime.memory.estimate import GIB
+
+    if sizes.vocab is None:
+        return 0
+    nbytes = logits_bytes(tokens, sizes.vocab, dtype_bytes, chunked=sizes.is_language_model)
+    least = activations.plain if activations.checkpointed is None else activations.checkpointed
+    is_large = nbytes >= GIB and nbytes >= _LARGE_LOGITS * least
+    return nbytes if is_large and sizes.takes_tiled_loss else 0
 
 
 def _title(sizes: ModelSizes, machines: Machines) -> str:
@@ -505,7 +524,7 @@ def _show(
     assumed: str,
     logits: int,
 ) -> None:
-    """Print the table and what it means; ``logits``: bytes of a head that the activations count whole."""
+    """Print the table and what it means; ``logits``: bytes of logits that a tiled loss would save."""
     from rich.text import Text
 
     from zlaunch.cli.tables import make_table, stdout_console
@@ -559,9 +578,9 @@ def _show(
         )
     if machines.gpu_bytes is not None and machines.host_bytes is None:
         click.echo("host memory was not checked: give --host_mem")
-    if logits and activations is not None and logits >= activations.plain * _LARGE_LOGITS:
+    if logits:
         click.echo(
-            f"{shown(logits)} {unit} of the activations are logits: --tiled_loss estimates without them"
+            f"{logits / GIB:.1f} GiB of the activations are logits: --tiled_loss estimates without them"
         )
     if work is not None:
         click.echo("s/step: the least time of a step with one micro-batch, if all that can overlap does")

@@ -19,7 +19,12 @@ from tests.needs import needs_package
 from tests.runtime.sequence_parallel.test_tiles import Activations
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.activation import tiles
-from zlaunch.runtime.activation.tiles import ChunkedLoss, chunk_loss, chunked_cross_entropy
+from zlaunch.runtime.activation.tiles import (
+    ChunkedLoss,
+    changes_logits,
+    chunk_loss,
+    chunked_cross_entropy,
+)
 
 VOCAB = 96
 
@@ -133,6 +138,20 @@ def test_only_transformers_own_causal_loss_is_replaced() -> None:
     chunk_loss(torch.nn.Linear(1, 1))
     chunk_loss(None)
     assert masked.loss_function is before
+
+
+@needs_package("transformers")
+def test_models_that_change_their_logits_are_known() -> None:
+    import transformers
+
+    def changes(name: str) -> bool:
+        model = object.__new__(getattr(transformers, name))
+        return changes_logits(model)
+
+    found = {name: changes(f"{name}ForCausalLM") for name in ("Llama", "Qwen3", "Mistral", "Mixtral", "OPT")}
+    assert not any(found.values()), found
+    found = {name: changes(f"{name}ForCausalLM") for name in ("Gemma2", "Cohere", "Granite")}
+    assert all(found.values()), found
 
 
 def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:

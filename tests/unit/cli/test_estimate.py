@@ -500,6 +500,47 @@ def test_a_tiled_loss_is_measured_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert amounts[0] - amounts[1] > logits * 0.9
 
 
+@needs_package("transformers")
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("gemma2", "changes its logits before the loss"), ("bert", "needs a Hugging Face model with the loss")],
+)
+def test_a_model_that_takes_no_tiled_loss_is_told_so_and_not_advised_one(
+    kind: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"gemma2": "Gemma2ForCausalLM", "bert": "BertForMaskedLM"}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 65536}
+    described = {"model_type": kind, "architectures": [names[kind]], "vocab_size": 64000, **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    place = ["estimate", "--hf_config", str(tmp_path), "--seq", "16384"]
+    assert main(place) == 0
+    assert "--tiled_loss" not in capsys.readouterr().out
+    assert main([*place, "--tiled_loss"]) == 2
+    said = capsys.readouterr().err
+    assert text in said and "fake tensors" not in said
+
+
+def test_a_tiled_loss_needs_activations_and_no_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate", "model.py:frozen", "--tiled_loss"]) == 2
+    assert "--tiled_loss changes the activations, which are not known" in capsys.readouterr().err
+    whole = ["estimate", "--params", "7B", "--num_gpus", "2", "--pipeline", "2", "--tiled_loss"]
+    assert main(whole) == 2
+    assert "--tiled_loss cannot be combined with --pipeline" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_for_its_logits_is_told_of_a_tiled_loss(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = ["--params", "7B", "--hidden", "4096", "--layers", "32", "--vocab", "256000", "--seq", "65536"]
+    assert main(["estimate", *model, "--gpu_mem", "40", "--host_mem", "500", "--for", "fits"]) == 2
+    assert "--tiled_loss make it smaller" in capsys.readouterr().err
+
+
 def test_a_config_that_fits_says_that_the_loss_is_tiled(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["estimate", "--params", "1.2B", "--hidden", "2048", "--layers", "16", "--vocab", "128256"]
     place = ["--seq", "8192", "--gpu_mem", "16", "--host_mem", "64", "--for", "fits", "--tiled_loss"]
