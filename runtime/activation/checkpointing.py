@@ -27,7 +27,7 @@ from ..comm.process_group import open_comms, running_comm
 from ..config import load
 from ..config.schema import ActivationCheckpointing
 from ..environment import read_environment
-from ..log import warn
+from ..log import say, warn
 from ..models import causal_model
 from ..zero.policy import find_modules
 from . import offload
@@ -146,10 +146,11 @@ def apply(
     _check_partition(own)
     if section.tiled_mlp:
         tile_mlps(model, section.tile_tokens)
-    if section.chunked_loss:
-        chunk_loss(causal_model(model))
+    chunk_loss(causal_model(model), wanted=section.chunked_loss)
     if section.tiled_loss:
         tile_loss(causal_model(model), parts, section.tile_tokens)
+        if comm.rank == 0:
+            say("tiled_loss: in training, the model's output has no logits (None)")
     if section.enabled:
         checkpoint_blocks(model, section.number_checkpoints)
 

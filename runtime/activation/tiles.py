@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,11 +65,7 @@ def tiled_cross_entropy(
     """
 
     def loss_of(tokens: Tensor, wanted: Tensor) -> Tensor:
-        logits = head(tokens)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return functional.cross_entropy(
-            wide.flatten(0, -2), wanted.flatten(), ignore_index=ignore_index, reduction="sum"
-        )
+        return chunked_cross_entropy(head(tokens).flatten(0, -2), wanted.flatten(), ignore_index)
 
     length = max(1, tile_tokens // max(1, hidden.shape[0]))
     targets = targets.to(hidden.device)
@@ -142,8 +140,8 @@ def _is_linear(module: nn.Module) -> bool:
 CHUNK_NUMEL = 1 << 25
 """Counts the logits of a chunk; of fewer, the loss is computed at once."""
 _CAUSAL = "ForCausalLM"
-_USUAL = (torch.bfloat16, torch.float16, torch.float32)
-"""Lists the dtypes of logits whose loss is computed in chunks."""
+_NARROW = (torch.bfloat16, torch.float16)
+"""Lists the dtypes of logits whose loss is computed in chunks: others have no copy in float32."""
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -166,7 +164,15 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Return the probabilities, less one at the targets, times the loss's gradient."""
-        logits, counts, chosen, norms = ctx.saved_tensors
+        try:
+            logits, counts, chosen, norms = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error}\nzlaunch: the logits were changed between the forward and the backward pass: set "
+                "activation_checkpointing.chunked_loss to false, or change a copy"
+            ) from None
         if torch.is_grad_enabled():  # create_graph: the gradient will be differentiated, with all logits
             ones = torch.zeros_like(logits, dtype=norms.dtype).scatter_(1, chosen, 1.0)
             each = torch.softmax(logits.to(norms.dtype), -1) - ones
@@ -183,10 +189,24 @@ class _CrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
     """Return the summed cross-entropy of ``logits`` (n, vocabulary) and ``targets`` (n), in float32 or wider.
 
-    Beside the logits and their gradient, which is in their dtype, only chunks exist.
+    Of many 16-bit logits, only chunks have copies in float32. Raises ValueError for other lengths.
     """
-    total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)  # type: ignore[no-untyped-call]  # torch does not type it
-    return total
+    if len(logits) != len(targets):
+        raise ValueError(f"{len(targets)} labels for {len(logits)} rows of logits")
+    if _takes_chunks(logits, targets):
+        total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)  # type: ignore[no-untyped-call]  # torch does not type it
+        return total
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+
+
+def _takes_chunks(logits: Tensor, targets: Tensor) -> bool:
+    """Tell whether a loss is computed in chunks. A compiler would make a graph for each number of chunks, and
+    functions of torch.func and subclasses need torch's own operations.
+    """
+    is_large = logits.dtype in _NARROW and logits.numel() > CHUNK_NUMEL and targets.dtype == torch.int64
+    is_plain = not is_traceable_wrapper_subclass(logits) and not torch._C._are_functorch_transforms_active()
+    return is_large and is_plain and not torch.compiler.is_compiling()
 
 
 def _chunks(logits: Tensor) -> list[slice]:
@@ -195,10 +215,11 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 class ChunkedLoss:
-    """Computes transformers' ``ForCausalLMLoss``, of more than a chunk of logits in chunks."""
+    """Computes transformers' ``ForCausalLMLoss``, of many logits in chunks."""
 
-    def __init__(self, whole: Callable[..., Tensor]) -> None:
+    def __init__(self, model: Any, whole: Callable[..., Tensor]) -> None:
         self.whole = whole
+        self._model = weakref.ref(model)
 
     def __deepcopy__(self, memo: Any) -> ChunkedLoss:
         return self
@@ -217,10 +238,10 @@ class ChunkedLoss:
         **kwargs: Any,
     ) -> Tensor:
         """Return the mean loss, or the sum divided by ``num_items_in_batch``."""
-        # transformers rounds losses of float64 to float32: such a model keeps its own
-        is_usual = logits.dtype in _USUAL and not is_traceable_wrapper_subclass(logits)
-        if not is_usual or logits.numel() <= CHUNK_NUMEL:
-            return self.whole(
+        given = labels if shift_labels is None else shift_labels
+        whole = self._present()
+        if whole is not self.whole or given is None or not _takes_chunks(logits, given) or _is_patched():
+            return whole(
                 logits,
                 labels,
                 vocab_size,
@@ -230,12 +251,26 @@ class ChunkedLoss:
                 **kwargs,
             )
         if shift_labels is None:
-            assert labels is not None
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(logits.device)
+            given = functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
+        targets = given.reshape(-1).to(logits.device)
         total = chunked_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index)
         items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+
+    def _present(self) -> Callable[..., Tensor]:
+        """Return the loss that transformers would compute: the script may have changed its type or table."""
+        model = self._model()
+        table = getattr(sys.modules.get("transformers.loss.loss_utils"), "LOSS_MAPPING", {})
+        found: Callable[..., Tensor] = table.get(getattr(model, "loss_type", _CAUSAL), self.whole)
+        return found
+
+
+def _is_patched() -> bool:
+    """Tell whether another library has replaced a function that transformers' loss calls."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    inner = getattr(losses, "fixed_cross_entropy", None)
+    own = getattr(inner, "__module__", None) == "transformers.loss.loss_utils"
+    return not own or functional.cross_entropy.__module__ != "torch.nn.functional"
 
 
 def has_causal_loss(model: nn.Module | None) -> bool:
@@ -243,13 +278,20 @@ def has_causal_loss(model: nn.Module | None) -> bool:
     return getattr(model, "loss_type", None) == _CAUSAL
 
 
-def chunk_loss(model: nn.Module | None) -> None:
-    """Compute the loss of a Hugging Face causal language model in chunks, if it is transformers' own."""
+def chunk_loss(model: nn.Module | None, *, wanted: bool = True) -> None:
+    """Compute the loss of a Hugging Face causal language model in chunks, if it is transformers' own; with
+    ``wanted`` False, undo that.
+    """
     owner: Any = model
     losses = sys.modules.get("transformers.loss.loss_utils")
     # first its name: transformers warns of one that it does not know
-    if losses is not None and has_causal_loss(model) and owner.loss_function is losses.ForCausalLMLoss:
-        owner.loss_function = ChunkedLoss(losses.ForCausalLMLoss)
+    if losses is None or not has_causal_loss(model):
+        return
+    present = owner.loss_function
+    # a partial: of a model that was pickled
+    is_own = isinstance(present, ChunkedLoss) or getattr(present, "func", present) is losses.ForCausalLMLoss
+    if is_own:
+        owner.loss_function = ChunkedLoss(owner, losses.ForCausalLMLoss) if wanted else losses.ForCausalLMLoss
 
 
 # -- tiled loss -------------------------------------------------------------------------------------
@@ -396,6 +438,8 @@ class LabelledForward:
         if isinstance(output, tuple):
             return tuple(each for each in output if not isinstance(each, LogitsLater))
         if isinstance(getattr(output, "logits", None), LogitsLater):
+            if isinstance(output, OrderedDict):  # a ModelOutput, which is also read by number
+                OrderedDict.__delitem__(output, "logits")
             output.logits = None
         return output
 

@@ -88,6 +88,22 @@ def test_what_cannot_be_tiled_is_refused(section: dict[str, Any], family: str, t
     assert text in run_workers(_said, 1, section, family)[0]
 
 
+def _read() -> tuple[Any, list[str], int, str]:
+    join()
+    config = {**config_of(1, {}), "activation_checkpointing": {"tiled_loss": True}}
+    with redirect_stdout(io.StringIO()) as said:
+        engine, *_ = zlaunch.initialize(model=make("llama", "eager", use_cache=False).train(), config=config)
+    tokens = torch.full((2, 4), 5)
+    output = engine(input_ids=tokens, labels=tokens)
+    return output.logits, list(output.keys()), len(output.to_tuple()), said.getvalue()
+
+
+def test_an_output_without_logits_has_none_by_name_and_by_number() -> None:
+    logits, names, count, said = run_workers(_read, 1)[0]
+    assert logits is None and names == ["loss"] and count == 1
+    assert "tiled_loss: in training, the model's output has no logits (None)" in said
+
+
 def _without_labels() -> str:
     join()
     config = {**config_of(1, {}), "activation_checkpointing": {"tiled_loss": True}}
