@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import ParameterError
 from .collectives import Comm
 from .link import reduce_scatter_flat
-from .pending import Work, waits
+from .pending import Pending, Work, waits
 
 PASSES = "passes"
 """Names the group that the passes of the model use."""
@@ -130,18 +130,23 @@ class Axis:
 
     def sum(self, tensor: Tensor, channel: Channel) -> Tensor:
         """Sum a contiguous tensor in place over the ranks; return it."""
+        self.begin_sum(tensor, channel).wait()
+        return tensor
+
+    def begin_sum(self, tensor: Tensor, channel: Channel) -> Pending:
+        """Begin to sum a contiguous tensor in place over the ranks."""
         if channel.counter:
             self.comm._count(channel.counter, 2 * tensor.numel())
         group = self.group_for(channel.group)
-        self._wait(dist.all_reduce(tensor, group=group, async_op=True), channel, tensor)
-        return tensor
+        return self._begun(dist.all_reduce(tensor, group=group, async_op=True), channel, tensor)
 
     def max(self, tensor: Tensor, channel: Channel) -> Tensor:
         """Replace each element of a contiguous tensor by the largest of the ranks, in place; return it."""
         if channel.counter:
             self.comm._count(channel.counter, 2 * tensor.numel())
         group = self.group_for(channel.group)
-        self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True), channel, tensor)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._begun(work, channel, tensor).wait()
         return tensor
 
     def all_gather(self, shard: Tensor, channel: Channel) -> list[Tensor]:
@@ -150,21 +155,27 @@ class Axis:
         shards = [torch.empty_like(shard) for _ in range(group.size())]
         if channel.counter:
             self.comm._count(channel.counter, shard.numel() * len(shards))
-        self._wait(dist.all_gather(shards, shard, group=group, async_op=True), channel, shard)
+        self._begun(dist.all_gather(shards, shard, group=group, async_op=True), channel, shard).wait()
         return shards
 
     def reduce_scatter(self, rows: Tensor, channel: Channel) -> Tensor:
         """Return this rank's share of the rows of the ranks' sum; each rank gets as many."""
+        found, work = self.begin_reduce_scatter(rows, channel)
+        work.wait()
+        return found
+
+    def begin_reduce_scatter(self, rows: Tensor, channel: Channel) -> tuple[Tensor, Pending]:
+        """Begin to sum this rank's share of the rows, which is returned, over the ranks."""
+        found = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
         if rows.device.type == "cpu":  # gloo's own is an all-reduce, twice the bytes
-            received = self.all_to_all(rows, channel)
-            return received.view(self.size, -1, *rows.shape[1:]).sum(0)
+            received, work = self._begin_all_to_all(rows, channel)
+            pieces = received.view(self.size, *found.shape)
+            return found, work.then(lambda: torch.sum(pieces, 0, out=found))
         rows = rows.contiguous()
         if channel.counter:
             self.comm._count(channel.counter, rows.numel())
-        found = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
-        work = reduce_scatter_flat(found, rows, group=self.group_for(channel.group), async_op=True)
-        self._wait(work, channel, rows)
-        return found
+        begun = reduce_scatter_flat(found, rows, group=self.group_for(channel.group), async_op=True)
+        return found, self._begun(begun, channel, rows)
 
     def all_to_all(
         self,
@@ -180,6 +191,17 @@ class Axis:
             sent: Number of rows to each rank.
             received: Number of rows from each rank; given together with ``sent``.
         """
+        found, work = self._begin_all_to_all(rows, channel, sent, received)
+        work.wait()
+        return found
+
+    def _begin_all_to_all(
+        self,
+        rows: Tensor,
+        channel: Channel,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Pending]:
         rows = rows.contiguous()
         if channel.counter:
             self.comm._count(channel.counter, rows.numel())
@@ -193,8 +215,7 @@ class Axis:
             group=self.group_for(channel.group),
             async_op=True,
         )
-        self._wait(work, channel, found)
-        return found
+        return found, self._begun(work, channel, found, rows)
 
     def broadcast(self, tensor: Tensor, source: int, channel: Channel) -> Tensor:
         """Overwrite a contiguous tensor with the one at a position of the axis; return it."""
@@ -203,9 +224,9 @@ class Axis:
         flat = tensor.view(-1).view(torch.uint8)
         group = self.group_for(channel.group)
         work = dist.broadcast(flat, self.ranks[source], group=group, async_op=True)
-        self._wait(work, channel, flat)
+        self._begun(work, channel, flat).wait()
         return tensor
 
-    def _wait(self, work: Any, channel: Channel, tensor: Tensor) -> None:
-        key = waits.next_key(self.comm.number, channel.name)
-        Work(work, key, channel.what, tensor).wait()
+    def _begun(self, work: Any, channel: Channel, *tensors: Tensor) -> Pending:
+        """Return a collective that has begun, which keeps its tensors until somebody has waited for it."""
+        return Work(work, waits.next_key(self.comm.number, channel.name), channel.what, *tensors)

@@ -7,7 +7,7 @@ for each kind of collective, replaces forwards of the model's modules by the fun
 marks sharded parameters with a ``ShardSpec``. ``build`` calls it. ``memory.model.of_one_rank`` returns one
 rank's part of a model for estimates.
 
-Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``tensor_axis``,
+Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``columns``, ``tensor_axis``,
 ``token_shards``, ``forwards`` and ``tensor``; ``expert``; ``attention`` and ``sequence``; ``pipeline``,
 ``stages`` and ``schedule``.
 ``checks`` keeps what ranks of a group must have in common; ``uses`` follows their activations.

@@ -436,6 +436,7 @@ class SameOutputs:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Raise RankMismatchError if the ranks have different outputs, in the first passes of a training."""
         self._axis.last_copy = None
+        self._axis.column_input = None
         if self._axis.watched is not None:
             self._uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own is untyped
             self._axis.watched.clear()

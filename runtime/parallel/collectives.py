@@ -68,11 +68,13 @@ class _ReduceFrom(torch.autograd.Function):
         return copy_to(gradient, ctx.axis, ctx.channel), None, None, None
 
 
-def copy_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
+def copy_to(
+    value: Tensor, axis: Axis, channel: Channel, make: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Return a replicated value, for computing with this rank's shard.
 
     Layers that compute with the same value get the same copy: autograd adds up their gradients, and one sum
-    serves them all.
+    serves them all. ``make`` makes the copy, if there is none.
     """
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
@@ -81,7 +83,11 @@ def copy_to(value: Tensor, axis: Axis, channel: Channel) -> Tensor:
         known, when, copy = axis.last_copy
         if known() is value and when == moment:
             return copy
-    found: Tensor = _CopyTo.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    found: Tensor
+    if make is None:
+        found = _CopyTo.apply(value, axis, channel)  # type: ignore[no-untyped-call]  # torch does not type it
+    else:
+        found = make(value)
     axis.last_copy = weakref.ref(value), moment, found
     if axis.follow is not None:
         axis.follow(found, value)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..errors import ParameterError
 from .collectives import copy_to, gather_from, reduce_from, scatter_to
+from .columns import ColumnInput, sums_beside_weights
 from .expert import by_position
 from .tensor_axis import LAYER, TensorAxis
 from .token_shards import Region
@@ -53,16 +54,36 @@ class ColumnForward(SharedForward):
     is_followed = True
     """Say whether the shards are gathered, and whether operations on a shard are followed."""
 
+    def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
+        super().__init__(module, axis)
+        self.layers: list[nn.Linear] = []
+        """Lists the layers that may compute with the same input, this one among them."""
+
     def __call__(self, input: Tensor) -> Tensor:
-        if not self.has_all_tokens():  # with them, gather_to has made the copy
-            input = copy_to(input, self.axis, LAYER)
-        output: Tensor = self.original(input)
+        output = self._compute(input)
         if self.gathers:
             return gather_from(output, self.axis, LAYER)
         self.open_shard_rng()
         if self.axis.watched is not None and self.is_followed:
             self.axis.watched.shards.note(output, self.name)
         return output
+
+    def _compute(self, input: Tensor) -> Tensor:
+        is_beside = sums_beside_weights(input)
+        if self.has_all_tokens():  # in a copy, which the region has made
+            assert self.region is not None
+            shared = self.region.column_input
+        else:
+            input = copy_to(input, self.axis, LAYER, self._copy if is_beside else None)
+            shared = self.axis.column_input
+        found = shared.linear(self.module, input) if shared is not None and is_beside else None
+        if found is None:
+            found = self.original(input)
+        return found
+
+    def _copy(self, value: Tensor) -> Tensor:
+        self.axis.column_input = ColumnInput(self.axis, LAYER, self.layers)
+        return self.axis.column_input.copy(value)
 
 
 class PackedColumnForward(ColumnForward):

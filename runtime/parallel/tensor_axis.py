@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..comm.axis import PASSES, STATES, Axis, Channel
 from ..comm.collectives import Comm
+from .columns import ColumnInput
 from .uses import ActivationUses
 
 CHECKS = "checks"
@@ -78,6 +79,10 @@ class TensorAxis(Axis):
         super().__init__(comm, "tensor")
         self.watched: ActivationUses | None = None
         """Follows the activations of the pass that is going on, in the first passes."""
+        self.column_input: ColumnInput | None = None
+        """What column layers have computed with last: see Note [Sums beside weight gradients] in
+        columns.py.
+        """
         self.shard_rng: ShardRng | None = None
         """Seeds what modules between sharded layers draw; None without dropout."""
 

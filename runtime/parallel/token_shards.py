@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..errors import ParameterError
 from ..zero import placeholder
 from .collectives import gather_from, gather_to, scatter_to, sum_to_shard
+from .columns import ColumnInput, sums_beside_weights
 from .tensor_axis import LAYER, TensorAxis
 
 FAMILIES = (
@@ -293,6 +294,10 @@ class Region:
         self._name = name
         self._tokens = 0
         """Counts this rank's tokens of the call that is going on; 0 outside of one."""
+        self.layers: list[nn.Linear] = []
+        """Lists the layers that may compute with the tokens of all ranks."""
+        self.column_input: ColumnInput | None = None
+        """Those tokens during a call: see Note [Sums beside weight gradients] in columns.py."""
 
     def __deepcopy__(self, memo: Any) -> Region:
         return self
@@ -309,12 +314,16 @@ class Region:
                 "tokens, width)"
             )
         self._tokens = hidden.shape[_TOKENS]
+        if sums_beside_weights(hidden):
+            self.column_input = ColumnInput(self._axis, LAYER, self.layers)
+            return _with_hidden(args, kwargs, self.column_input.gather(hidden, _TOKENS))
         return _with_hidden(args, kwargs, gather_to(hidden, self._axis, LAYER, _TOKENS))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Raise ParameterError unless the module returns this rank's tokens."""
         tokens = self._tokens
         self._tokens = 0
+        self.column_input = None
         if not tokens or output is None:  # None: an exception has ended it
             return
         first = _first_of(self._name, output)

@@ -215,7 +215,12 @@ _METADATA: frozenset[Any] = frozenset(
 
 def in_backward() -> bool:
     """Tell whether the autograd engine is running in this thread (torch's FSDP asks likewise)."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass that this thread runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def adopt(parameter: nn.Parameter, unit: Unit) -> None:

@@ -199,18 +199,33 @@ def _the_second_hop_does_not_wait_for_the_first() -> list[Change]:
 
 def _nothing_waits_on(name: str) -> list[Change]:
     from zlaunch.runtime.comm.axis import Axis
+    from zlaunch.runtime.comm.pending import DONE
 
-    wait = Axis._wait
+    begun = Axis._begun
 
-    def changed(self: Axis, *arguments: Any) -> None:
-        if self.name != name:
-            wait(self, *arguments)
+    def changed(self: Axis, *arguments: Any) -> Any:
+        pending = begun(self, *arguments)
+        return DONE if self.name == name else pending
 
-    return [(Axis, "_wait", changed)]
+    return [(Axis, "_begun", changed)]
 
 
 def _the_sum_of_a_layer_is_not_waited_for() -> list[Change]:
     return _nothing_waits_on("tensor")
+
+
+def _the_sum_of_an_inputs_gradient_is_not_waited_for() -> list[Change]:
+    from zlaunch.runtime.comm.axis import Axis
+    from zlaunch.runtime.comm.pending import DONE
+    from zlaunch.runtime.zero import placeholder
+
+    begin = Axis.begin_sum
+
+    def begin_sum(self: Axis, *arguments: Any) -> Any:
+        pending = begin(self, *arguments)
+        return DONE if placeholder.in_backward() else pending
+
+    return [(Axis, "begin_sum", begin_sum)]
 
 
 def _tokens_are_computed_before_they_arrive() -> list[Change]:
@@ -818,6 +833,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[], list[Change]]]] = {
         ("stage 3 groups on four", _the_second_hop_is_not_waited_for),
         ("stage 3 groups on four", _the_second_hop_does_not_wait_for_the_first),
         ("stage 0 tensor on two", _the_sum_of_a_layer_is_not_waited_for),
+        ("stage 0 tensor on two", _the_sum_of_an_inputs_gradient_is_not_waited_for),
         ("stage 1 pipeline on two", _what_a_stage_receives_is_used_before_it_arrives),
         ("stage 0 experts on two", _tokens_are_computed_before_they_arrive),
         ("stage 0 sequence on two", _heads_are_computed_before_they_arrive),

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
-def schedule(*options: str) -> dict[str, Any]:
-    """Return the figures of `python -m benchmarks.schedule`, by system."""
+def schedule(*options: str, module: str = "schedule") -> dict[str, Any]:
+    """Return the figures of `python -m benchmarks.schedule`, or of another module, by system."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "schedule.json")
-        command = [sys.executable, "-m", "benchmarks.schedule", "--out", str(out), *options]
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--out", str(out), *options]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         found: dict[str, Any] = json.loads(out.read_text())["results"]
@@ -59,3 +59,16 @@ def test_uploads_run_beside_compute(device: str) -> None:
     # of the embedding and the first layer
     assert ours["exposed_gathers_ms"] < uploads_and_gathers / 20
     assert ours["step_ms"] < 1.01 * schedule()["zlaunch"]["step_ms"]
+
+
+@pytest.mark.exhaustive
+def test_sums_of_tensor_parallelism_run_beside_gradients_of_weights() -> None:
+    found = schedule("--layers", "4", module="tensor_schedule")
+    ours, plain = found["overlapped"], found["at_once"]
+    assert ours["collectives_ms"] == pytest.approx(plain["collectives_ms"])
+    assert plain["exposed_ms"] == pytest.approx(plain["collectives_ms"], rel=0.01)
+    saved = plain["exposed_ms"] - ours["exposed_ms"]
+    assert saved == pytest.approx(plain["pass_ms"] - ours["pass_ms"], rel=0.01)
+    # A layer has four sums. Hidden are the one for the input of gate and up, and a part of the one for query,
+    # key and value; the two of the forward pass are not.
+    assert saved > 0.25 * plain["collectives_ms"]

@@ -1,0 +1,65 @@
+"""List mutations of layers that are sharded by columns."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+TESTS = ("tests/runtime/tensor_parallel/test_backward_order.py",)
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "runtime/parallel/columns.py",
+        "        if self._pass != current:",
+        "        if False:",
+        "what an earlier backward pass has left is counted again",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
+        "product if found is None else found.add_(product)",
+        "product",
+        "a layer that is called twice gets the gradient of one call",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
+        "            of_weight = rows.t() @ inputs\n",
+        "            pass\n",
+        "second gradients of a weight are lost",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
+        "        and not torch.is_autocast_enabled(value.device.type)\n",
+        "",
+        "gradients under autocast have another dtype than weights",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
+        "            return reduce_from(gradient, ctx.axis, ctx.channel), None, None, None\n",
+        "            pass\n",
+        "second gradients do not see the sum over the ranks",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/tensor.py",
+        "                forward.layers.append(forward.module)\n",
+        "                pass\n",
+        "sums wait for the gradients of weights",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/forwards.py",
+        "self._copy if is_beside else None",
+        "None",
+        "sums of replicated inputs wait for the gradients of weights",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/token_shards.py",
+        "        if sums_beside_weights(hidden):\n",
+        "        if False:\n",
+        "sums of divided tokens wait for the gradients of weights",
+        TESTS,
+    ),
+)
