@@ -27,7 +27,16 @@ from .comm.nodes import divides_layers, find_shard_group, make_link
 from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
 from .compile import compile_blocks
-from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
+from .config import (
+    Config,
+    ConfigError,
+    Effective,
+    Loaded,
+    find_mesh,
+    load,
+    refuse_open,
+    resolve,
+)
 from .config.schema import ActivationCheckpointing
 from .data import EngineLoader
 from .engine import Engine
@@ -62,6 +71,7 @@ from .optim.registry import (
 )
 from .optim.slices import groups_by_parameter, parameter_groups
 from .optim.step import ShardedOptimizer, StepMethod
+from .parallel.expert_size import settle_expert_size
 from .parallel.pipeline import install_forwards
 from .parallel.schedule import PipelineSchedule, divide_layers
 from .parallel.sequence import share_sequences
@@ -158,13 +168,13 @@ def build_engine(
 
     # 2. The ranks. The watch for deadlocks begins before the first collective.
     deadlock.install()
-    comm = _join_ranks(loaded)
+    comm, expert_size_from = _join_ranks(loaded, model)
     if mpu is not None:
         check_given_groups(mpu, comm.mesh, comm.rank)
     preemption.install()
 
     # 3. "auto" values, which depend on the number of ranks, on the model, and on an earlier attempt.
-    effective = _resolve_config(loaded, model, comm, is_compat=kind is not Engine)
+    effective = _resolve_config(loaded, model, comm, expert_size_from, is_compat=kind is not Engine)
 
     # 4. The model's division between ranks, before an optimizer takes parameters: each rank keeps its shards
     #    of shared layers, and the layers of its stages. The checks come first, while every rank has the same
@@ -295,7 +305,9 @@ def _read_config(config: Any) -> Loaded:
     return loaded
 
 
-def _resolve_config(loaded: Loaded, model: nn.Module, comm: Comm, *, is_compat: bool) -> Effective:
+def _resolve_config(
+    loaded: Loaded, model: nn.Module, comm: Comm, expert_size_from: str, *, is_compat: bool
+) -> Effective:
     """Fill in "auto" values. Rank 0 prints what it guessed. With ``is_compat`` (a DeepSpeed script), it also
     prints the defaults that differ from DeepSpeed's.
     """
@@ -306,12 +318,16 @@ def _resolve_config(loaded: Loaded, model: nn.Module, comm: Comm, *, is_compat: 
         **read_restarts(),
         hidden_size=hidden,
         hidden_size_from=hidden_from,
+        expert_size=comm.mesh.expert,
+        expert_size_from=expert_size_from,
     )
     if comm.rank == 0:
         for warning in (*loaded.warnings, *effective.guesses(), *effective.batch_warnings):
             warn(warning)
         for line in effective.resolved_auto():
             detail(line)
+        if expert_size_from:
+            say(f'parallel.expert: "auto" is {comm.mesh.expert}: {expert_size_from}')
         if is_compat:
             for line in effective.changed_defaults():
                 say(line)
@@ -375,16 +391,21 @@ def _choose_kernels() -> None:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
 
 
-def _join_ranks(loaded: Loaded) -> Comm:
+def _join_ranks(loaded: Loaded, model: nn.Module) -> tuple[Comm, str]:
+    """Return the communicator, and where an expert-parallel size of "auto" comes from."""
     config = loaded.config
     device = init_distributed()
     share = not _on_disk(config)
     group = find_shard_group(config)
     shape = find_mesh(loaded, dist.get_world_size())
+    expert_size, expert_size_from = settle_expert_size(loaded, model, shape, device)
+    if expert_size != shape.expert:
+        shape = replace(shape, data=shape.data // expert_size, expert=expert_size)
     mesh = None if group is None and len(shape.axes) == 1 else partial(make_link, group, shape)
     if config.comms_logger.enabled:
-        return LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
-    return Comm(device, connect=connect, share=share, mesh=mesh)
+        logged = LoggedComm(config.comms_logger, device, connect=connect, share=share, mesh=mesh)
+        return logged, expert_size_from
+    return Comm(device, connect=connect, share=share, mesh=mesh), expert_size_from
 
 
 def _on_disk(config: Config) -> bool:

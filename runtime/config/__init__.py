@@ -11,7 +11,16 @@ from ..mesh import MeshShape
 from .axis_sizes import expert_size, mesh_shape, pipeline_size, sequence_size, tensor_size
 from .batch_sizes import fits_no_world
 from .load import ConfigError, ConfigFileError, Loaded, load
-from .resolve import Effective, check_batch, find_mesh, open_lines, open_values, refuse_open, resolve
+from .resolve import (
+    Effective,
+    check_batch,
+    find_mesh,
+    open_lines,
+    open_values,
+    refuse_open,
+    resolve,
+    with_expert_size,
+)
 from .schema import Config, json_schema
 
 __all__ = [
@@ -35,4 +44,5 @@ __all__ = [
     "resolve",
     "sequence_size",
     "tensor_size",
+    "with_expert_size",
 ]

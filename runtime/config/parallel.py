@@ -19,7 +19,8 @@ class Parallel(Section):
     """Size of the tensor-parallel group (zlaunch's key for tensor_parallel.autotp_size)."""
     expert: Count = ok(1)
     """Size of the expert-parallel group, whose ranks have different experts and different samples (zlaunch's
-    key for expert_parallel.autoep_size)."""
+    key for expert_parallel.autoep_size). "auto": the largest size that divides the experts of the model and
+    the ranks of a node, or 1 where the model or another key does not allow it."""
     sequence: Count = ok(1)
     """Size of the sequence-parallel group, which splits each sequence, and the heads inside attention
     (zlaunch's key for sequence_parallel_size)."""

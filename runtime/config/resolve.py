@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ..optimizer_specs import IN_CONFIG
 from ..world_sizes import FirstBatch, find_first_batch
 from .axis_sizes import mesh_shape
 from .batch_sizes import GAS, MICRO, NO_SIZE, TRAIN, check_restarts, complete, find_kept_batch
-from .load import ConfigError, Loaded
+from .load import ConfigError, Loaded, load
 from .optimizers import SCHEDULER_PARAMS
 from .schema import TRACKERS, Config, without_secrets
 
@@ -118,10 +118,13 @@ def resolve(
     first_batches: Sequence[FirstBatch] = (),
     hidden_size: int | None = None,
     hidden_size_from: str = "",
+    expert_size: int = 1,
+    expert_size_from: str = "default",
     default_lr: float | None = None,
 ) -> Effective:
     """Fill in "auto" and the batch keys for a run on `world_size` ranks.
 
+    `expert_size` is taken for "auto" on these ranks; others may have another one.
     `world_sizes` has all numbers of ranks that the run may have after failures, the one without a failure
     first. `first_batches` has the engines of the run's first attempt that this process has not made yet;
     empty: this is the first. Raises ConfigError if the config fails on any of these numbers of ranks. See
@@ -135,6 +138,9 @@ def resolve(
     batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes, first_batches)
     problems += _params(loaded, values, notes, default_lr)
     _sizes(loaded, values, notes, hidden_size, hidden_size_from)
+    if "parallel.expert" in loaded.auto:
+        values["parallel"]["expert"] = expert_size
+        notes["parallel.expert"] = f"auto: {expert_size_from}"
     if problems:
         raise ConfigError([f"{loaded.origin}: {problem}" for problem in problems])
     for path in loaded.auto:
@@ -209,6 +215,14 @@ def _batch(
         return (), [problem]
     restarts = check_restarts(loaded, given, values[TRAIN], world_size, sizes, first_batch)
     return restarts.warnings, [restarts.problem] if restarts.problem else []
+
+
+def with_expert_size(loaded: Loaded, size: int) -> Loaded:
+    """Return a config whose `parallel.expert` is "auto" with a size in place of that. Raises ConfigError
+    where other keys do not go with the size.
+    """
+    parallel = {**loaded.raw["parallel"], "expert": size}
+    return replace(load({**loaded.raw, "parallel": parallel}), origin=loaded.origin)
 
 
 def find_mesh(loaded: Loaded, world_size: int) -> MeshShape:

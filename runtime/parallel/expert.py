@@ -392,20 +392,8 @@ class ExpertPlan:
         self._refuse_shared(model)
 
     def _count(self, name: str, module: nn.Module) -> int:
-        """Return the number of experts of a module."""
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ParameterError(
-                f"expert parallelism: {name} is a {type(module).__name__} of separate modules: wrap them in "
-                "zlaunch.Experts([...]) and call it with (tokens, index, weights)"
-            )
-        lengths = {(_shape(p) or (0,))[0] for p in module.parameters()}
-        if len(lengths) != 1:
-            shapes = ", ".join(f"{key} {list(_shape(p))}" for key, p in module.named_parameters())
-            raise ParameterError(
-                f"expert parallelism: the first dimension of every parameter of {name} must be the experts, "
-                f"got {shapes or 'no parameters'}"
-            )
-        total = lengths.pop()
+        """Return the number of experts of a module, which the ranks can share."""
+        total = _count_of(name, module)
         size = self.axis.size
         if total % size:
             fitting = [str(n) for n in range(1, total + 1) if total % n == 0]
@@ -434,6 +422,30 @@ class ExpertPlan:
                         f"expert parallelism: {name}.{key} shares a parameter with experts, which is not "
                         "supported"
                     )
+
+
+def count_experts(model: nn.Module, given: Sequence[str] | None) -> set[int]:
+    """Return the numbers of experts that modules of a model have, with a config's names of modules. Raises
+    ParameterError for a model without experts that ranks could share.
+    """
+    return {_count_of(name, module) for name, module in _find(model, given).items()}
+
+
+def _count_of(name: str, module: nn.Module) -> int:
+    """Return the number of experts of a module."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ParameterError(
+            f"expert parallelism: {name} is a {type(module).__name__} of separate modules: wrap them in "
+            "zlaunch.Experts([...]) and call it with (tokens, index, weights)"
+        )
+    lengths = {(_shape(p) or (0,))[0] for p in module.parameters()}
+    if len(lengths) != 1:
+        shapes = ", ".join(f"{key} {list(_shape(p))}" for key, p in module.named_parameters())
+        raise ParameterError(
+            f"expert parallelism: the first dimension of every parameter of {name} must be the experts, "
+            f"got {shapes or 'no parameters'}"
+        )
+    return lengths.pop()
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

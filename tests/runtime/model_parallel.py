@@ -210,7 +210,7 @@ def assert_equals_one_process(
     families: Sequence[str],
     world: int,
     stages: Sequence[int],
-    parallel: dict[str, int],
+    parallel: dict[str, Any],
     *,
     attention: str = "sdpa",
     changes: dict[str, Any] | None = None,

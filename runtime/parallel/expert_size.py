@@ -1,0 +1,68 @@
+"""Chooses how many ranks have different experts, where the config says ``"expert": "auto"``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import ConfigError, Loaded, with_expert_size
+from ..environment import read_environment
+from ..errors import ParameterError
+from ..mesh import MeshShape
+from .expert import count_experts
+
+KEY = "parallel.expert"
+
+
+def choose_expert_size(loaded: Loaded, model: nn.Module, shape: MeshShape, local: int) -> tuple[int, str]:
+    """Return the expert-parallel size, and why it is this one.
+
+    It is the largest one that divides the experts of every module and the data-parallel ranks, and whose
+    ranks are on one node: each layer exchanges tokens twice, in both passes.
+
+    Args:
+        loaded: The config. A size that it does not allow is not taken.
+        model: The model.
+        shape: The mesh without an expert axis.
+        local: Number of ranks of a node.
+    """
+    try:
+        counts = count_experts(model, loaded.config.expert_parallel.experts)
+    except ParameterError as error:
+        return 1, str(error)
+    inner = shape.sequence * shape.tensor
+    sizes = [size for size in range(2, shape.data + 1) if shape.data % size == 0]
+    fitting = [size for size in sizes if _divides(size, counts) and local % (size * inner) == 0]
+    experts = " and ".join(str(count) for count in sorted(counts))
+    if not fitting:
+        return 1, f"no other size divides {experts} experts and the ranks of a node"
+    try:
+        with_expert_size(loaded, fitting[-1])
+    except ConfigError as error:
+        return 1, f"expert parallelism is not possible here: {error.problems[0]}"
+    return fitting[-1], f"the largest size that divides {experts} experts and the ranks of a node"
+
+
+def settle_expert_size(
+    loaded: Loaded, model: nn.Module, shape: MeshShape, device: torch.device
+) -> tuple[int, str]:
+    """Return the size for a config, and where it comes from ("" for a number in the config). Collective for
+    ``"auto"``: of ranks that would choose different ones, the smallest is taken.
+    """
+    if KEY not in loaded.auto:
+        return shape.expert, ""
+    size, why = choose_expert_size(loaded, model, shape, read_environment().local_world_size)
+    if shape.ranks == 1:
+        return size, why
+    smallest = torch.tensor(size, device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    if int(smallest) != size:
+        return int(smallest), "another rank cannot take more"
+    return size, why
+
+
+def _divides(size: int, counts: Collection[int]) -> bool:
+    return all(count % size == 0 for count in counts)

@@ -1,0 +1,96 @@
+"""Test the expert-parallel size that is chosen for "auto"."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zlaunch
+from tests.needs import needs_package
+from tests.runtime.model_parallel import assert_equals_one_process, settings
+from tests.runtime.workers import join, run_workers
+from zlaunch.runtime.config import load, resolve
+from zlaunch.runtime.mesh import MeshShape
+from zlaunch.runtime.parallel.expert_size import choose_expert_size
+
+AUTO = {"parallel": {"expert": "auto"}}
+
+
+class _Mixture(nn.Module):
+    def __init__(self, *counts: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            zlaunch.Experts([nn.Linear(4, 4) for _ in range(count)]) for count in counts
+        )
+
+
+def _chosen(model: nn.Module, ranks: int, local: int, *, tensor: int = 1, **config: Any) -> tuple[int, str]:
+    shape = MeshShape(data=ranks // tensor, tensor=tensor)
+    return choose_expert_size(load({**AUTO, **config}), model, shape, local)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "local", "tensor", "size"),
+    [
+        ((8,), 8, 8, 1, 8),
+        ((64,), 4, 4, 1, 4),
+        ((8,), 16, 8, 1, 8),  # one node's
+        ((8,), 16, 16, 1, 8),
+        ((6,), 4, 4, 1, 2),
+        ((8, 12), 8, 8, 1, 4),
+        ((8,), 8, 8, 2, 4),
+        ((8,), 8, 4, 2, 2),
+        ((8,), 6, 3, 1, 1),
+        ((7,), 8, 8, 1, 1),
+        ((8,), 1, 1, 1, 1),
+        ((8,), 4, 1, 1, 1),  # a rank on each node
+    ],
+)
+def test_the_largest_size_on_a_node_is_chosen(
+    counts: tuple[int, ...], ranks: int, local: int, tensor: int, size: int
+) -> None:
+    found, why = _chosen(_Mixture(*counts), ranks, local, tensor=tensor)
+    assert found == size
+    experts = " and ".join(map(str, sorted(set(counts))))
+    assert f"{'the largest' if size > 1 else 'no other'} size" in why and f"divides {experts} experts" in why
+
+
+def test_models_and_keys_that_do_not_allow_an_axis_get_none() -> None:
+    size, why = _chosen(nn.Linear(4, 4), 4, 4)
+    assert size == 1 and "Linear has no plan for expert parallelism" in why
+    size, why = _chosen(_Mixture(4), 4, 4, zero_optimization={"stage": 3, "shard_group": 2})
+    assert size == 1 and "zero_optimization.shard_group: is not supported together with expert" in why
+    size, why = _chosen(_Mixture(4), 4, 4, expert_parallel={"experts": ["no.*.name"]})
+    assert size == 1 and "no module matches no.*.name" in why
+
+
+@needs_package("transformers")
+def test_training_with_the_chosen_size_equals_one_process() -> None:
+    assert_equals_one_process(["mixtral"], 4, [3], {"expert": "auto"}, attention="eager")
+
+
+def _sizes(config: dict[str, Any], local: tuple[int, int]) -> tuple[int, int]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(local[join()])
+    torch.manual_seed(0)
+    engine, *_ = zlaunch.initialize(model=_Mixture(4), config={**settings(3, 1, 2), **config})
+    return engine.comm.mesh.expert, engine.comm.mesh.data
+
+
+def test_ranks_agree_on_the_size_and_a_number_is_taken_as_it_is() -> None:
+    assert run_workers(_sizes, 2, AUTO, (2, 2)) == [(2, 1)] * 2
+    assert run_workers(_sizes, 2, AUTO, (2, 1)) == [(1, 2)] * 2
+    assert run_workers(_sizes, 2, {"parallel": {"expert": 2}}, (2, 1)) == [(2, 1)] * 2
+    assert run_workers(_sizes, 2, {}, (2, 2)) == [(1, 2)] * 2
+
+
+def test_the_config_of_a_run_says_where_the_size_comes_from() -> None:
+    batch = {"train_micro_batch_size_per_gpu": 1}
+    effective = resolve(load({**AUTO, **batch}), world_size=4, expert_size=4, expert_size_from="4 experts")
+    assert effective.config.parallel.expert == 4
+    assert effective.sources["parallel.expert"] == "auto: 4 experts"
+    number = resolve(load({"parallel": {"expert": 2}, **batch}), world_size=4, expert_size=2)
+    assert number.config.parallel.expert == 2 and number.sources["parallel.expert"] == "<dict>"
