@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,28 +145,56 @@ _NARROW = (torch.bfloat16, torch.float16)
 """Lists the dtypes of logits whose loss is computed in chunks: others have no copy in float32."""
 
 
+class LogitShards(ABC):
+    """Says how ranks that have the logits of different words compute one loss."""
+
+    @abstractmethod
+    def find(self, targets: Tensor, counts: Tensor, words: int) -> tuple[Tensor, Tensor]:
+        """Return the targets (n) as numbers of this rank's words, of which there are ``words``, and which of
+        them are words of this rank and count. The others are 0.
+        """
+
+    @abstractmethod
+    def join(self, norms: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of sums of exponentials (n), and the logits at the targets (n), of all words
+        from the same of this rank's. Collective.
+        """
+
+    @abstractmethod
+    def whole_loss(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        """Return the summed loss, computed at once by operations that can be differentiated again."""
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, ignored: int, shards: LogitShards | None
+    ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         counts = targets != ignored
-        chosen = torch.where(counts, targets, 0).unsqueeze(1)
-        total = torch.zeros((), dtype=dtype, device=logits.device)
+        if shards is None:
+            places = torch.where(counts, targets, 0)
+            is_here = counts
+        else:
+            places, is_here = shards.find(targets, counts, logits.shape[1])
         norms = torch.empty(len(targets), dtype=dtype, device=logits.device)
+        chosen = torch.empty_like(norms)
         for rows in _chunks(logits):
             wide = logits[rows].to(dtype)
-            norm = torch.logsumexp(wide, -1)
-            losses = norm - wide.gather(1, chosen[rows]).squeeze(1)
-            total += torch.where(counts[rows], losses, 0).sum()
-            norms[rows] = norm
-        ctx.save_for_backward(logits, counts, chosen, norms)
-        return total
+            norms[rows] = torch.logsumexp(wide, -1)
+            chosen[rows] = wide.gather(1, places[rows].unsqueeze(1)).squeeze(1)
+        if shards is not None:
+            norms, chosen = shards.join(norms, torch.where(is_here, chosen, 0))
+        ctx.shards = shards
+        ctx.ignored = ignored
+        ctx.save_for_backward(logits, targets, counts, places, is_here, norms)
+        return torch.where(counts, norms - chosen, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the probabilities, less one at the targets, times the loss's gradient."""
         try:
-            logits, counts, chosen, norms = ctx.saved_tensors
+            logits, targets, counts, places, is_here, norms = ctx.saved_tensors
         except RuntimeError as error:
             if "inplace" not in str(error):
                 raise
@@ -174,30 +203,46 @@ class _CrossEntropy(torch.autograd.Function):
                 "activation_checkpointing.chunked_loss to false, or change a copy"
             ) from None
         if torch.is_grad_enabled():  # create_graph: the gradient will be differentiated, with all logits
-            ones = torch.zeros_like(logits, dtype=norms.dtype).scatter_(1, chosen, 1.0)
-            each = torch.softmax(logits.to(norms.dtype), -1) - ones
-            return (each * torch.where(counts, gradient, 0).unsqueeze(1)).to(logits.dtype), None, None
+            shards = ctx.shards
+            whole = _whole_loss if shards is None else shards.whole_loss
+            total = whole(logits, targets, ctx.ignored)
+            (found,) = torch.autograd.grad(total, logits, gradient, create_graph=True)
+            return found, None, None, None
+        ones = is_here.to(norms.dtype)
         gradients = torch.empty_like(logits)
         for rows in _chunks(logits):
             # of logits and norms, the sum has the wider dtype
             wide = torch.sub(logits[rows], norms[rows].unsqueeze(1)).exp_()
-            wide.scatter_add_(1, chosen[rows], -torch.ones_like(norms[rows]).unsqueeze(1))
+            wide.scatter_add_(1, places[rows].unsqueeze(1), -ones[rows].unsqueeze(1))
             gradients[rows] = wide.mul_(torch.where(counts[rows], gradient, 0).unsqueeze(1))
-        return gradients, None, None
+        return gradients, None, None, None
 
 
-def chunked_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+def chunked_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, shards: LogitShards | None = None
+) -> Tensor:
     """Return the summed cross-entropy of ``logits`` (n, vocabulary) and ``targets`` (n), in float32 or wider.
 
-    Of many 16-bit logits, only chunks have copies in float32. Raises ValueError for other lengths.
+    Of many 16-bit logits, only chunks have copies in float32. With ``shards``, ``logits`` has the words of
+    this rank alone, and the call is collective. Raises ValueError for other lengths.
     """
+    check_lengths(logits, targets)
+    if _takes_chunks(logits, targets):
+        total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index, shards)  # type: ignore[no-untyped-call]  # torch does not type it
+        return total
+    whole = _whole_loss if shards is None else shards.whole_loss
+    return whole(logits, targets, ignore_index)
+
+
+def check_lengths(logits: Tensor, targets: Tensor) -> None:
+    """Raise ValueError unless there is a target for each row of logits."""
     if len(logits) != len(targets):
         raise ValueError(f"{len(targets)} labels for {len(logits)} rows of logits")
-    if _takes_chunks(logits, targets):
-        total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index)  # type: ignore[no-untyped-call]  # torch does not type it
-        return total
+
+
+def _whole_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+    return functional.cross_entropy(wide, targets, ignore_index=ignored, reduction="sum")
 
 
 def _takes_chunks(logits: Tensor, targets: Tensor) -> bool:
@@ -222,7 +267,8 @@ class ChunkedLoss:
         self._model = weakref.ref(model)
 
     def __deepcopy__(self, memo: Any) -> ChunkedLoss:
-        return self
+        model = self._model()
+        return self if model is None else ChunkedLoss(memo.get(id(model), model), self.whole)
 
     def __reduce__(self) -> Any:
         return partial, (self.whole,)  # a pickled model does not need zlaunch

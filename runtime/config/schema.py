@@ -180,7 +180,7 @@ class ActivationCheckpointing(Section):
     """Compute MLPs in tiles of tokens, and recompute them in the backward pass (zlaunch's own key)."""
     chunked_loss: Bool = ok(True)
     """Compute the loss of a Hugging Face causal language model from its logits in chunks, without copies of
-    all logits in float32 (zlaunch's own key)."""
+    all logits in float32; also with vocab_parallel_loss (zlaunch's own key)."""
     tiled_loss: Bool = ok(False)
     """Compute a Hugging Face model's loss in tiles of tokens, without the full logits. In training, the model
     then returns no logits (zlaunch's own key)."""

@@ -8,7 +8,7 @@ marks sharded parameters with a ``ShardSpec``. ``build`` calls it. ``memory.mode
 rank's part of a model for estimates.
 
 Read ``collectives`` (what autograd differentiates), then one axis: ``plans``, ``columns``, ``tensor_axis``,
-``token_shards``, ``forwards`` and ``tensor``; ``expert`` and ``expert_size``; ``attention`` and ``sequence``;
-``pipeline``, ``stages`` and ``schedule``.
+``token_shards``, ``forwards``, ``vocabulary_loss`` and ``tensor``; ``expert`` and ``expert_size``;
+``attention`` and ``sequence``; ``pipeline``, ``stages`` and ``schedule``.
 ``checks`` keeps what ranks of a group must have in common; ``uses`` follows their activations.
 """

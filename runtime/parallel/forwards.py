@@ -195,53 +195,6 @@ class ExpertsForward(SharedForward):
         return reduce_from(output, self.axis, LAYER)
 
 
-class VocabularyLoss:
-    """Computes a causal language model's loss from this rank's shard of the logits, (..., vocabulary /
-    ranks).
-
-    The formula is -log softmax at the label, with sums over the shards: Megatron-LM, arXiv 1909.08053, 3.
-    """
-
-    def __init__(self, axis: TensorAxis) -> None:
-        self.axis = axis
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Return the mean (or the sum divided by ``num_items_in_batch``) over the labels that count."""
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        wanted = shift_labels.reshape(-1).to(logits.device)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        wide = wide.reshape(-1, logits.shape[-1])
-        counts = wanted != ignore_index
-        shift = self.axis.max(wide.detach().amax(-1), LAYER)
-        local_total = (wide - shift.unsqueeze(-1)).exp().sum(-1)
-        total = reduce_from(local_total, self.axis, LAYER, owned=True)
-        width = wide.shape[-1]
-        local = wanted - self.axis.rank * width
-        # a label of no word is nowhere else: its lookup raises, as a loss of full logits does
-        elsewhere = (local < 0) & (wanted >= 0) | (local >= width) & (wanted < width * self.axis.size)
-        elsewhere = elsewhere | ~counts
-        local_logits = wide.gather(-1, local.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
-        chosen = reduce_from(local_logits.masked_fill(elsewhere, 0), self.axis, LAYER, owned=True)
-        losses = (total.log() + shift - chosen).masked_fill(~counts, 0)
-        if num_items_in_batch is None:
-            return losses.sum() / counts.sum()
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(losses.device)
-        mean: Tensor = losses.sum() / num_items_in_batch
-        return mean
-
-
 Forward = Callable[[nn.Module, TensorAxis], SharedForward]
 LINEAR: dict[str, Forward] = {
     "colwise": ColumnForward,

@@ -32,13 +32,13 @@ from .forwards import (
     SharedForward,
     SummedForward,
     VocabularyForward,
-    VocabularyLoss,
     WidthForward,
 )
 from .plans import find_plan, keep_states_full
 from .tensor_axis import LAYER, ShardRng, TensorAxis, shard_of_layer
 from .token_shards import TOKEN_ADVICE, TokenShards, find_blocks
 from .uses import LAYER_ADVICE, ReplicatedUses
+from .vocabulary_loss import VocabularyLoss
 
 # -- decide -----------------------------------------------------------------------------------------
 #
@@ -331,8 +331,10 @@ class Decision:
         for name in found.names:
             self.forwards[name].region = self.tokens.regions[name.rpartition(".")[0]]
 
-    def decide_on_loss(self) -> None:
-        """Let a Hugging Face model compute its loss from the shards of the logits. Raises ParameterError."""
+    def decide_on_loss(self, *, chunked: bool) -> None:
+        """Let a Hugging Face model compute its loss from the shards of the logits, in chunks if there are
+        many. Raises ParameterError.
+        """
         model = self.model
         find_head: Any = getattr(model, "get_output_embeddings", None)
         head: Any = None if find_head is None else find_head()
@@ -344,7 +346,7 @@ class Decision:
             )
         self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
         forward.is_followed = False  # the loss knows of shards
-        self.settings.append((model, "loss_function", VocabularyLoss(self.axis)))
+        self.settings.append((model, "loss_function", VocabularyLoss(self.axis, chunked=chunked)))
 
     def _shard(self, parameter: Tensor, dim: int, name: str, packs: int = 1) -> None:
         boxes = _even_boxes(parameter.shape, dim, self.axis.size, packs)
@@ -422,7 +424,7 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         if config.tensor_parallel.sequence_parallel and axis.size > 1:
             work.decide_on_tokens()
         if config.tensor_parallel.vocab_parallel_loss and axis.size > 1:
-            work.decide_on_loss()
+            work.decide_on_loss(chunked=config.activation_checkpointing.chunked_loss)
         if comm.experts is not None:
             work.decide_on_experts(Axis(comm, "expert"), config.expert_parallel.experts)
         work.check_forwards()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 PREFETCH = ("tests/unit/zero/test_prefetch.py",)
+SHARDS = ("tests/runtime/tensor_parallel/test_vocabulary_loss.py",)
 LOSS = ("tests/runtime/activation/test_chunked_loss.py",)
 CHOICES = ("tests/unit/memory/test_choices.py",)
 MUTATIONS: tuple[Mutation, ...] = (
@@ -70,6 +71,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:  # create_graph",
         "second derivatives leave out the loss",
         LOSS,
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "        ones = is_here.to(norms.dtype)\n",
+        "        ones = counts.to(norms.dtype)\n",
+        "the word of a label on another rank has a gradient here",
+        SHARDS,
+    ),
+    Mutation(
+        "runtime/activation/tiles.py",
+        "torch.where(is_here, chosen, 0)",
+        "chosen",
+        "logits of labels on other ranks are added to the loss",
+        SHARDS,
+    ),
+    Mutation(
+        "runtime/parallel/vocabulary_loss.py",
+        "shift = self.axis.max(norms.clone(), LAYER)",
+        "shift = norms.clone()",
+        "exponentials of ranks have different scales",
+        SHARDS,
     ),
     Mutation(
         "runtime/activation/tiles.py",

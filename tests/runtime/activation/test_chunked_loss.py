@@ -183,6 +183,9 @@ def test_what_the_script_or_another_library_changes_is_used(monkeypatch: pytest.
         patch.setitem(loss_utils.LOSS_MAPPING, "Own", _own)
         patch.setattr(model, "loss_type", "Own")
         assert loss() == 7.0
+        copied = copy.deepcopy(model)
+        copied.loss_type = "ForCausalLM"
+        assert loss() == 7.0 and float(copied.loss_function(logits, labels, VOCAB)) == plain
     assert loss() == plain
 
 
@@ -223,7 +226,7 @@ def test_functions_of_torch_func_and_compilers_get_torchs_operations() -> None:
     torch.testing.assert_close(compiled(logits, targets), chunked_cross_entropy(logits, targets))
 
 
-def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:
+def _train(stage: int, tensor: int, is_chunked: bool) -> tuple[list[float], int]:
     """Return the losses of three steps in bf16, and the most bytes of activations."""
     join()
     tiles.CHUNK_NUMEL = 16 * 2048
@@ -234,6 +237,8 @@ def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage},
         "activation_checkpointing": {"chunked_loss": is_chunked},
+        "parallel": {"tensor": tensor},
+        "tensor_parallel": {"vocab_parallel_loss": tensor > 1},
     }
     engine, *_ = zlaunch.initialize(model=model, config=config)
     tokens = torch.randint(0, 2048, (2, 256), generator=torch.Generator().manual_seed(5))
@@ -244,7 +249,7 @@ def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:
         with Activations(model) as activations:
             output = engine(input_ids=tokens, labels=tokens)
             engine.backward(output.loss)
-        assert output.logits.shape == (2, 256, 2048), "the output has them all the same"
+        assert output.logits.shape == (2, 256, 2048 // tensor), "the output has them all the same"
         losses.append(output.loss.item())
         engine.step()
         peak = activations.peak
@@ -253,9 +258,10 @@ def _train(stage: int, is_chunked: bool) -> tuple[list[float], int]:
 
 
 @needs_package("transformers")
-@pytest.mark.parametrize("stage", [0, 3])
-def test_training_is_the_same_with_less_memory(stage: int) -> None:
-    wanted, whole = run_workers(_train, 2, stage, False)[0]
-    for losses, peak in run_workers(_train, 2, stage, True):
-        assert losses == pytest.approx(wanted, rel=1e-6)
+@pytest.mark.parametrize(("stage", "tensor"), [(0, 1), (3, 1), (0, 2)])
+def test_training_is_the_same_with_less_memory(stage: int, tensor: int) -> None:
+    wanted, whole = run_workers(_train, 2, stage, tensor, False)[0]
+    for losses, peak in run_workers(_train, 2, stage, tensor, True):
+        # ranks join their sums in another way, so some gradients are rounded to other bf16 numbers
+        assert losses == pytest.approx(wanted, rel=1e-6 if tensor == 1 else 1e-4)
         assert peak < 0.5 * whole, (peak, whole)

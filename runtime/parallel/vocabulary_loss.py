@@ -1,0 +1,82 @@
+"""Computes a causal language model's loss from logits of which each rank has those of other words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..activation.tiles import IGNORED, LogitShards, check_lengths, chunked_cross_entropy
+from .collectives import reduce_from
+from .tensor_axis import LAYER, TensorAxis
+
+
+class VocabularyLoss(LogitShards):
+    """Computes the loss of transformers' causal language models from this rank's shard of the logits, (...,
+    vocabulary / ranks).
+
+    The formula is -log softmax at the label, with sums over the shards: Megatron-LM, arXiv 1909.08053, 3.
+    """
+
+    def __init__(self, axis: TensorAxis, *, chunked: bool) -> None:
+        """With ``chunked``, large losses are computed in chunks."""
+        self.axis = axis
+        self._chunked = chunked
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean (or the sum divided by ``num_items_in_batch``) over the labels that count. Raises
+        ValueError for another number of labels than of rows of logits.
+        """
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        rows = logits.reshape(-1, logits.shape[-1])
+        if not self._chunked:
+            check_lengths(rows, targets)
+            total = self.whole_loss(rows, targets, ignore_index)
+        else:
+            total = chunked_cross_entropy(rows, targets, ignore_index, self)
+        if num_items_in_batch is None:
+            return total / (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        mean: Tensor = total / num_items_in_batch
+        return mean
+
+    def find(self, targets: Tensor, counts: Tensor, words: int) -> tuple[Tensor, Tensor]:
+        """Return the targets as numbers of this rank's words, and which of them are words of this rank."""
+        local = targets - self.axis.rank * words
+        # a label of no word is nowhere else: its lookup raises, as a loss of full logits does
+        elsewhere = (local < 0) & (targets >= 0) | (local >= words) & (targets < words * self.axis.size)
+        is_here = counts & ~elsewhere
+        return torch.where(is_here, local, 0), is_here
+
+    def join(self, norms: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of sums of exponentials, and the logits at the targets, of all words."""
+        shift = self.axis.max(norms.clone(), LAYER)
+        sums = self.axis.sum(torch.stack([(norms - shift).exp(), chosen]), LAYER)
+        return sums[0].log() + shift, sums[1]
+
+    def whole_loss(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        """Return the summed loss, by operations that can be differentiated again."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        counts = targets != ignored
+        places, is_here = self.find(targets, counts, logits.shape[-1])
+        shift = self.axis.max(wide.detach().amax(-1), LAYER)
+        sums = (wide - shift.unsqueeze(-1)).exp().sum(-1)
+        total = reduce_from(sums, self.axis, LAYER, owned=True)
+        picked = wide.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+        chosen = reduce_from(picked.masked_fill(~is_here, 0), self.axis, LAYER, owned=True)
+        return (total.log() + shift - chosen).masked_fill(~counts, 0).sum()
