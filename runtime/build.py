@@ -27,16 +27,7 @@ from .comm.nodes import divides_layers, find_shard_group, make_link
 from .comm.process_group import init_distributed
 from .comm.shared_memory import connect
 from .compile import compile_blocks
-from .config import (
-    Config,
-    ConfigError,
-    Effective,
-    Loaded,
-    find_mesh,
-    load,
-    refuse_open,
-    resolve,
-)
+from .config import Config, ConfigError, Effective, Loaded, find_mesh, load, refuse_open, resolve
 from .config.schema import ActivationCheckpointing
 from .data import EngineLoader
 from .engine import Engine
@@ -68,6 +59,7 @@ from .optim.registry import (
     keeps_whole_gradients,
     needs_whole_tensors,
     prepare,
+    steps_elements,
 )
 from .optim.slices import groups_by_parameter, parameter_groups
 from .optim.step import ShardedOptimizer, StepMethod
@@ -168,7 +160,7 @@ def build_engine(
 
     # 2. The ranks. The watch for deadlocks begins before the first collective.
     deadlock.install()
-    comm, expert_size_from = _join_ranks(loaded, model)
+    comm, expert_size_from = _join_ranks(loaded, model, optimizer)
     if mpu is not None:
         check_given_groups(mpu, comm.mesh, comm.rank)
     preemption.install()
@@ -391,14 +383,17 @@ def _choose_kernels() -> None:
         raise ConfigError([f"ZLAUNCH_KERNELS: {error}"]) from None
 
 
-def _join_ranks(loaded: Loaded, model: nn.Module) -> tuple[Comm, str]:
+def _join_ranks(loaded: Loaded, model: nn.Module, optimizer: Any) -> tuple[Comm, str]:
     """Return the communicator, and where an expert-parallel size of "auto" comes from."""
     config = loaded.config
     device = init_distributed()
     share = not _on_disk(config)
     group = find_shard_group(config)
     shape = find_mesh(loaded, dist.get_world_size())
-    expert_size, expert_size_from = settle_expert_size(loaded, model, shape, device)
+    needs_whole = ""
+    if isinstance(optimizer, torch.optim.Optimizer) and not steps_elements(optimizer):
+        needs_whole = f"the optimizer {type(optimizer).__name__} may need whole parameters"
+    expert_size, expert_size_from = settle_expert_size(loaded, model, shape, device, needs_whole=needs_whole)
     if expert_size != shape.expert:
         shape = replace(shape, data=shape.data // expert_size, expert=expert_size)
     mesh = None if group is None and len(shape.axes) == 1 else partial(make_link, group, shape)

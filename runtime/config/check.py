@@ -395,7 +395,7 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         problems.append(("parallel.expert", "contradicts expert_parallel.autoep_size: give one of them"))
     if experts.autoep_size > 1 and not experts.enabled:
         report.warnings.append(("expert_parallel.autoep_size", "no effect: enabled is false"))
-    if experts.experts is not None and expert_size(config) <= 1:
+    if experts.experts is not None and expert_size(config) <= 1 and "parallel.expert" not in report.auto:
         report.warnings.append(("expert_parallel.experts", "no effect: the expert axis has size 1"))
     size = tensor_size(config)
     if own.plan is not None and size <= 1:

@@ -119,7 +119,7 @@ def resolve(
     hidden_size: int | None = None,
     hidden_size_from: str = "",
     expert_size: int = 1,
-    expert_size_from: str = "default",
+    expert_size_from: str = "the model's experts decide",
     default_lr: float | None = None,
 ) -> Effective:
     """Fill in "auto" and the batch keys for a run on `world_size` ranks.

@@ -1,24 +1,25 @@
 """Computes linear layers that are sharded by columns, and sums their input's gradient beside the gradients of
-their weights.
+weights.
 
 Note [Sums beside weight gradients]
     The gradient of a value with which column layers compute is summed over the ranks, and all layers before
-    them wait for the sum. Nothing waits for the gradients of their weights. So the sum begins as soon as the
-    layers have computed the gradients of the value, and the gradients of weights are computed while it runs:
+    them wait for the sum. Nothing waits for the gradients of weights. So the sum begins as soon as the layers
+    have computed the gradients of the value, and the gradients of weights are computed while it runs:
     Megatron-LM's ``LinearWithGradAccumulationAndAsyncCommunication``. Megatron starts a sum for each layer;
-    here, layers that compute with one value (query, key and value; gate and up) have one.
+    here, layers that compute with one value (query, key and value; gate and up) have one. The weight of the
+    row layer behind them (the attention's output, down) also gets its gradient then.
 
     Of the nodes of its graph that are ready, autograd runs the one that was made last. The nodes are made in
     the opposite order of the backward pass:
 
-    1. ``_Linear``, one for each layer, computes the gradient of the value and leaves the rest for 3.
+    1. ``_Linear``, one for each layer, computes the gradient of its input and leaves the rest for 3.
     2. ``_Sum``, or ``_SumToShard``, begins the sum over the ranks.
     3. ``_Weight``, one for each layer, computes the gradient of the weight.
     4. ``_Wait`` waits for the sum.
 
     The output of ``_Weight`` is a token, an empty tensor. The layer takes it, so 3 is not ready before 1.
-    Tokens are made before the layers are called, so for all layers that may compute with the value: the
-    column layers of the same module. Autograd never comes to a token that no layer has taken.
+    Tokens are made before the layers are called, so all sharded layers of the module get one. Autograd never
+    comes to a token that no layer has taken.
 
     Where gradients get a graph (``create_graph``), each layer computes all of its gradients, and the sum is
     waited for at once.
@@ -54,11 +55,11 @@ class _Shared:
         self._pass = -1
 
     def leave(self, layer: int, gradient: Tensor, value: Tensor) -> None:
-        """Leave what the gradient of a layer's weight is computed from: rows of the gradient of its output
-        (n, out) and of its input (n, in).
+        """Leave what the gradient of a layer's weight is computed from: the gradient of its output (..., out)
+        and its input (..., in).
         """
         current = placeholder.backward_number()
-        if self._pass != current:  # an earlier pass did not need the gradients of weights
+        if self._pass != current:  # an earlier pass has ended with an error
             self._left.clear()
             self._pass = current
         self._left.setdefault(layer, []).append((gradient, value))
@@ -67,9 +68,13 @@ class _Shared:
         """Return the gradient of a layer's weight; None if nothing was left."""
         found: Tensor | None = None
         for gradient, value in self._left.pop(layer, ()):
-            product = gradient.t() @ value
+            product = _rows(gradient).t() @ _rows(value)
             found = product if found is None else found.add_(product)
         return found
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 class _Wait(torch.autograd.Function):
@@ -146,6 +151,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.shared = shared
         ctx.layer = layer
+        ctx.of_weight = token.grad_fn
         ctx.save_for_backward(value, weight)
         return functional.linear(value, weight, bias)
 
@@ -153,14 +159,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         value, weight = ctx.saved_tensors
         of_value = gradient @ weight
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        inputs = value.reshape(-1, value.shape[-1])
-        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
         if torch.is_grad_enabled():
-            of_weight = rows.t() @ inputs
-        else:
-            ctx.shared.leave(ctx.layer, rows, inputs.detach())
+            of_weight = _rows(gradient).t() @ _rows(value)
+        elif torch._C._will_engine_execute_node(ctx.of_weight):  # else nobody would take it
+            # The gradient itself: of a tensor that somebody has, autograd adds nothing to the memory.
+            ctx.shared.leave(ctx.layer, gradient, value.detach())
         # Not None: autograd would run _Weight in the thread of the CPU, beside the one of the GPU.
         token = gradient.new_empty(0)
         return of_value, of_weight, of_bias, token, None, None
@@ -170,11 +175,11 @@ class ColumnInput:
     """Is a value with which column layers of a module compute: see Note [Sums beside weight gradients]."""
 
     def __init__(self, axis: Axis, channel: Channel, layers: Iterable[nn.Linear]) -> None:
-        """``layers`` may compute with the value; the sum runs over ``axis``."""
+        """``layers`` are the module's sharded layers; the sum runs over ``axis``."""
         self._axis = axis
         self._channel = channel
         self._shared = _Shared()
-        self._layers = [each for each in layers if each.weight.requires_grad]
+        self._layers = layers
         self._tokens: dict[int, Tensor] = {}
         self._value: weakref.ref[Tensor] | None = None
 
@@ -193,19 +198,31 @@ class ColumnInput:
         return found
 
     def linear(self, layer: nn.Module, value: Tensor) -> Tensor | None:
-        """Return what a layer computes from the value; None where ``value`` is another one, or the layer is
-        none of those that may compute with it.
+        """Return what a column layer computes from the value; None where ``value`` is another one, or the
+        layer belongs to another module.
         """
-        token = self._tokens.get(id(layer))
-        if token is None or self._value is None or self._value() is not value:
+        if self._value is None or self._value() is not value:
             return None
-        assert isinstance(layer, nn.Linear)
-        found: Tensor = _Linear.apply(value, layer.weight, layer.bias, token, self._shared, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
+        return self._compute(layer, value, getattr(layer, "bias", None))
+
+    def product(self, layer: nn.Module, shard: Tensor) -> Tensor | None:
+        """Return what a row layer computes from a shard, without its bias; None for a layer of another
+        module.
+        """
+        return self._compute(layer, shard, None)
+
+    def _compute(self, layer: nn.Module, value: Tensor, bias: Tensor | None) -> Tensor | None:
+        token = self._tokens.get(id(layer))
+        if token is None or not layer.weight.requires_grad:
+            return None
+        found: Tensor = _Linear.apply(value, layer.weight, bias, token, self._shared, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
         return found
 
     def _prepare(self, value: Tensor) -> Tensor:
         waiting: Tensor = _Wait.apply(value, self._shared)  # type: ignore[no-untyped-call]  # torch does not type it
         for layer in self._layers:
+            if not layer.weight.requires_grad:
+                continue
             token = _Weight.apply(layer.weight, self._shared, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
             self._tokens[id(layer)] = token
         return waiting
@@ -216,8 +233,8 @@ class ColumnInput:
 
 
 def sums_beside_weights(value: Tensor) -> bool:
-    """Tell whether the gradient of a value may be summed beside those of weights: not in a compiled graph,
-    which has an order of its own, nor under autocast, where products cast what they are given.
+    """Tell whether a value's gradient may be summed beside gradients of weights: not in a compiled graph,
+    whose order the compiler chooses, nor under autocast, where products cast their inputs.
     """
     return (
         torch.is_grad_enabled()

@@ -28,10 +28,16 @@ def choose_expert_size(loaded: Loaded, model: nn.Module, shape: MeshShape, local
         model: The model.
         shape: The mesh without an expert axis.
         local: Number of ranks of a node.
+
+    Raises:
+        ParameterError: The config names modules, and they are not there or have no experts to divide.
     """
+    named = loaded.config.expert_parallel.experts
     try:
-        counts = count_experts(model, loaded.config.expert_parallel.experts)
+        counts = count_experts(model, named)
     except ParameterError as error:
+        if named is not None:
+            raise
         return 1, str(error)
     inner = shape.sequence * shape.tensor
     sizes = [size for size in range(2, shape.data + 1) if shape.data % size == 0]
@@ -47,14 +53,21 @@ def choose_expert_size(loaded: Loaded, model: nn.Module, shape: MeshShape, local
 
 
 def settle_expert_size(
-    loaded: Loaded, model: nn.Module, shape: MeshShape, device: torch.device
+    loaded: Loaded, model: nn.Module, shape: MeshShape, device: torch.device, *, needs_whole: str
 ) -> tuple[int, str]:
-    """Return the size for a config, and where it comes from ("" for a number in the config). Collective for
-    ``"auto"``: of ranks that would choose different ones, the smallest is taken.
+    """Return the size for a config, and where it comes from ("" for a number in ``parallel.expert``).
+    Collective for ``"auto"``: of ranks that would choose different ones, the smallest is taken.
+
+    ``needs_whole`` says why the script's optimizer cannot have shards of experts, if it cannot.
     """
     if KEY not in loaded.auto:
         return shape.expert, ""
+    if shape.expert > 1:
+        return shape.expert, "expert_parallel.autoep_size says so"
     size, why = choose_expert_size(loaded, model, shape, read_environment().local_world_size)
+    if needs_whole:
+        size = 1
+        why = needs_whole
     if shape.ranks == 1:
         return size, why
     smallest = torch.tensor(size, device=device)

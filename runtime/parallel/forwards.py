@@ -57,7 +57,7 @@ class ColumnForward(SharedForward):
     def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
         super().__init__(module, axis)
         self.layers: list[nn.Linear] = []
-        """Lists the layers that may compute with the same input, this one among them."""
+        """Lists the layers whose weights may get their gradients beside the sum of the input's."""
 
     def __call__(self, input: Tensor) -> Tensor:
         output = self._compute(input)
@@ -114,12 +114,19 @@ class RowForward(SharedForward):
                 f"{shard.shape[-1]}, but its shard has {needed}: use rowwise after a colwise layer, "
                 "rowwise_split_input for whole inputs"
             )
-        product = functional.linear(shard, self.module.weight)
+        product = self._product(self.module, shard)
         bias = self.module.bias
         if self.region is not None and self.region.has_all_tokens():
             return self.region.sum_to_shard(product, bias)
         output = reduce_from(product, self.axis, LAYER, owned=True)
         return output if bias is None else output + bias
+
+    def _product(self, module: nn.Linear, shard: Tensor) -> Tensor:
+        shared = self.axis.column_input if self.region is None else self.region.column_input
+        found = None
+        if shared is not None and sums_beside_weights(shard):
+            found = shared.product(module, shard)
+        return functional.linear(shard, module.weight) if found is None else found
 
 
 class SplitRowForward(RowForward):

@@ -515,16 +515,18 @@ def apply(work: Decision) -> None:
     if work.experts is not None:
         open_expert_axis(work.experts.axis)
     _shard_parameters(work)
-    columns: dict[str, list[nn.Linear]] = {}
+    siblings: dict[str, list[nn.Linear]] = {}
     for name, forward in work.forwards.items():
         forward.name = name
         work.modules[name].forward = forward
-        if isinstance(forward, ColumnForward):
-            forward.layers = columns.setdefault(name.rpartition(".")[0], [])
+        if isinstance(forward, (ColumnForward, RowForward)):
+            layers = siblings.setdefault(name.rpartition(".")[0], [])
             if isinstance(forward.module, nn.Linear) and type(forward.module).forward is nn.Linear.forward:
-                forward.layers.append(forward.module)
+                layers.append(forward.module)
+            if isinstance(forward, ColumnForward):
+                forward.layers = layers
             if forward.region is not None:
-                forward.region.layers = forward.layers
+                forward.region.layers = layers
     _sum_gradients(work)
     if work.tokens is not None:
         work.tokens.install()

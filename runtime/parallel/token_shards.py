@@ -295,7 +295,7 @@ class Region:
         self._tokens = 0
         """Counts this rank's tokens of the call that is going on; 0 outside of one."""
         self.layers: list[nn.Linear] = []
-        """Lists the layers that may compute with the tokens of all ranks."""
+        """Lists the layers whose weights may get their gradients beside the sum of the tokens'."""
         self.column_input: ColumnInput | None = None
         """Those tokens during a call: see Note [Sums beside weight gradients] in columns.py."""
 

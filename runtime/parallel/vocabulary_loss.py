@@ -1,4 +1,4 @@
-"""Computes a causal language model's loss from logits of which each rank has those of other words."""
+"""Computes a causal language model's loss where each rank has the logits of other words."""
 
 from __future__ import annotations
 

@@ -8,6 +8,20 @@ TESTS = ("tests/runtime/tensor_parallel/test_backward_order.py",)
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "runtime/parallel/columns.py",
+        "        elif torch._C._will_engine_execute_node(ctx.of_weight):",
+        "        elif True:",
+        "gradients of inputs alone leave activations in the graph",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
+        "        if token is None or not layer.weight.requires_grad:",
+        "        if token is None:",
+        "a weight gets the gradient of a call for which it was frozen",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/columns.py",
         "        if self._pass != current:",
         "        if False:",
         "what an earlier backward pass has left is counted again",
@@ -22,7 +36,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/parallel/columns.py",
-        "            of_weight = rows.t() @ inputs\n",
+        "            of_weight = _rows(gradient).t() @ _rows(value)\n",
         "            pass\n",
         "second gradients of a weight are lost",
         TESTS,
@@ -43,9 +57,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/parallel/tensor.py",
-        "                forward.layers.append(forward.module)\n",
+        "                layers.append(forward.module)\n",
         "                pass\n",
         "sums wait for the gradients of weights",
+        TESTS,
+    ),
+    Mutation(
+        "runtime/parallel/forwards.py",
+        "            found = shared.product(module, shard)\n",
+        "            pass\n",
+        "sums wait for the gradients of row layers' weights",
         TESTS,
     ),
     Mutation(

@@ -64,7 +64,8 @@ def test_uploads_run_beside_compute(device: str) -> None:
 @pytest.mark.exhaustive
 def test_sums_of_tensor_parallelism_run_beside_gradients_of_weights() -> None:
     found = schedule("--layers", "4", module="tensor_schedule")
-    ours, plain = found["overlapped"], found["at_once"]
+    ours = found["overlapped"]
+    plain = found["at_once"]
     assert ours["collectives_ms"] == pytest.approx(plain["collectives_ms"])
     assert plain["exposed_ms"] == pytest.approx(plain["collectives_ms"], rel=0.01)
     saved = plain["exposed_ms"] - ours["exposed_ms"]

@@ -14,6 +14,7 @@ from tests.needs import needs_package
 from tests.runtime.model_parallel import assert_equals_one_process, settings
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.config import load, resolve
+from zlaunch.runtime.errors import ParameterError
 from zlaunch.runtime.mesh import MeshShape
 from zlaunch.runtime.parallel.expert_size import choose_expert_size
 
@@ -64,8 +65,8 @@ def test_models_and_keys_that_do_not_allow_an_axis_get_none() -> None:
     assert size == 1 and "Linear has no plan for expert parallelism" in why
     size, why = _chosen(_Mixture(4), 4, 4, zero_optimization={"stage": 3, "shard_group": 2})
     assert size == 1 and "zero_optimization.shard_group: is not supported together with expert" in why
-    size, why = _chosen(_Mixture(4), 4, 4, expert_parallel={"experts": ["no.*.name"]})
-    assert size == 1 and "no module matches no.*.name" in why
+    with pytest.raises(ParameterError, match=r"no module matches no\.\*\.name"):
+        _chosen(_Mixture(4), 4, 4, expert_parallel={"experts": ["no.*.name"]})
 
 
 @needs_package("transformers")
@@ -73,10 +74,12 @@ def test_training_with_the_chosen_size_equals_one_process() -> None:
     assert_equals_one_process(["mixtral"], 4, [3], {"expert": "auto"}, attention="eager")
 
 
-def _sizes(config: dict[str, Any], local: tuple[int, int]) -> tuple[int, int]:
+def _sizes(config: dict[str, Any], local: tuple[int, int], optimizer: str = "") -> tuple[int, int]:
     os.environ["LOCAL_WORLD_SIZE"] = str(local[join()])
     torch.manual_seed(0)
-    engine, *_ = zlaunch.initialize(model=_Mixture(4), config={**settings(3, 1, 2), **config})
+    model = _Mixture(4)
+    own = getattr(torch.optim, optimizer)(model.parameters()) if optimizer else None
+    engine, *_ = zlaunch.initialize(model=model, optimizer=own, config={**settings(3, 1, 2), **config})
     return engine.comm.mesh.expert, engine.comm.mesh.data
 
 
@@ -85,6 +88,9 @@ def test_ranks_agree_on_the_size_and_a_number_is_taken_as_it_is() -> None:
     assert run_workers(_sizes, 2, AUTO, (2, 1)) == [(1, 2)] * 2
     assert run_workers(_sizes, 2, {"parallel": {"expert": 2}}, (2, 1)) == [(2, 1)] * 2
     assert run_workers(_sizes, 2, {}, (2, 2)) == [(1, 2)] * 2
+    both = {**AUTO, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    assert run_workers(_sizes, 2, both, (2, 1)) == [(2, 1)] * 2
+    assert run_workers(_sizes, 2, AUTO, (2, 2), "Adafactor") == [(1, 2)] * 2
 
 
 def test_the_config_of_a_run_says_where_the_size_comes_from() -> None:
@@ -92,5 +98,8 @@ def test_the_config_of_a_run_says_where_the_size_comes_from() -> None:
     effective = resolve(load({**AUTO, **batch}), world_size=4, expert_size=4, expert_size_from="4 experts")
     assert effective.config.parallel.expert == 4
     assert effective.sources["parallel.expert"] == "auto: 4 experts"
+    assert "model's experts" in resolve(load({**AUTO, **batch}), world_size=4).sources["parallel.expert"]
+    named = load({**AUTO, "expert_parallel": {"experts": ["layers.*"]}})
+    assert not named.warnings
     number = resolve(load({"parallel": {"expert": 2}, **batch}), world_size=4, expert_size=2)
     assert number.config.parallel.expert == 2 and number.sources["parallel.expert"] == "<dict>"

@@ -4,6 +4,7 @@ backward passes get the gradients of plain torch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,10 +95,10 @@ def _order() -> list[str]:
 
 def test_a_sum_begins_before_the_gradients_of_weights() -> None:
     for names in run_workers(_order, 2):
-        # of down: its input and its weight; then the inputs of up and of gate, twice
-        before = ["product"] * 2 + ["product"] * 3
-        # the last sum compares the ranks' batches
-        assert names == [*before, "sum", *["product"] * 3, "sum"]
+        # for the inputs of down, of up, and of gate, which is called twice
+        before = ["product"] * 4
+        # for their weights; the last sum compares the ranks' batches
+        assert names == [*before, "sum", *["product"] * 4, "sum"]
 
 
 def _order_of_llama(section: dict[str, Any]) -> list[str]:
@@ -127,11 +128,11 @@ def _products_behind_sums(names: list[str]) -> list[int]:
 @pytest.mark.parametrize(
     ("section", "counts"),
     [
-        # behind the sums for: the head, gate and up (with the first products of the layers before them),
-        # query, key and value; the ranks' batches
-        ({}, [1 + 4, 2 + 5, 3, 0]),
-        # and with collectives of down, a norm, the attention's output, the other norm and the first block
-        ({"sequence_parallel": True}, [1, 4, 2, 0, 5, 3, 0, 0, 0]),
+        # behind the sum for the head: its weight, inputs of down, gate and up; for gate and up: their weights
+        # and down's, inputs of attention's layers; for these: their weights; for the ranks' batches: nothing
+        ({}, [1 + 3, 3 + 4, 4, 0]),
+        # the same, with gathers for inputs of down and of the attention's output, and sums for norms
+        ({"sequence_parallel": True}, [1, 3, 3, 0, 4, 4, 0, 0, 0]),
     ],
 )
 def test_layers_of_one_value_share_a_sum(section: dict[str, Any], counts: list[int]) -> None:
@@ -171,16 +172,27 @@ def _input_alone_then_all() -> None:
 
 
 def _weights_alone() -> None:
+    """Two times, and before that in a pass that fails when two layers have had their turn."""
     join()
     plain, engine = _pair()
     wanted = torch.autograd.grad(plain(_hidden()).square().sum(), [plain.gate.weight, plain.up.weight])
+    outputs: list[Tensor] = []
+    engine.module.gate.register_forward_hook(lambda gate, args, output: outputs.append(output))
     parts = [engine.module.gate.weight, engine.module.up.weight]
     loss = engine(_hidden()).square().sum()
+    handle = outputs[0].register_hook(_fail)
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(loss, parts, retain_graph=True)
+    handle.remove()
     for _ in range(2):
         found = torch.autograd.grad(loss, parts, retain_graph=True)
         for one, full in zip(found, wanted, strict=True):
             expected = full.chunk(2)[torch.distributed.get_rank()]
             torch.testing.assert_close(one, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ArithmeticError
 
 
 def _gradients_of_gradients() -> None:
@@ -220,7 +232,47 @@ def _autocast() -> None:
     _step(engine, plain, 5e-3)
 
 
-PASSES = [_input_alone_then_all, _weights_alone, _gradients_of_gradients, _frozen, _autocast]
+def _frozen_for_a_call() -> None:
+    """In one pass, the first call of gate trains its weight, and the second one does not."""
+    join()
+    plain, engine = _pair()
+    for model, module in ((plain, plain), (engine, engine.module)):
+        module.gate.register_forward_hook(_turn)
+        loss = model(_hidden()).square().sum()
+        module.gate.weight.requires_grad_(True)
+        loss.backward()
+    _step(engine, plain)
+
+
+def _turn(gate: Any, args: Any, output: Any) -> None:
+    gate.weight.requires_grad_(not gate.weight.requires_grad)
+
+
+def _kept_bytes() -> None:
+    """Gradients of inputs alone leave nothing in the graph."""
+    join()
+    _, engine = _pair()
+    losses = []
+    counts = []
+    for _ in range(6):
+        value = _hidden()
+        losses.append(engine(value).square().sum())
+        torch.autograd.grad(losses[-1], value)
+        gc.collect()
+        counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    # The loss and its input; the layers would leave eight more.
+    assert (counts[-1] - counts[0]) / 5 < 5, counts
+
+
+PASSES = [
+    _input_alone_then_all,
+    _weights_alone,
+    _gradients_of_gradients,
+    _frozen,
+    _frozen_for_a_call,
+    _kept_bytes,
+    _autocast,
+]
 
 
 @pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__[1:])

@@ -1,4 +1,4 @@
-"""Test the loss of logits of which each rank has those of other words, computed in chunks and at once."""
+"""Test the loss where each rank has the logits of other words, computed in chunks and at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.activation import tiles
 from zlaunch.runtime.parallel.vocabulary_loss import VocabularyLoss
 
-ROWS, WORDS = 10, 12
+ROWS = 10
+WORDS = 12
 
 
 def _targets() -> Tensor:
