@@ -202,11 +202,14 @@ class _CrossEntropy(torch.autograd.Function):
                 f"{error}\nzlaunch: the logits were changed between the forward and the backward pass: set "
                 "activation_checkpointing.chunked_loss to false, or change a copy"
             ) from None
-        if torch.is_grad_enabled():  # create_graph: the gradient will be differentiated, with all logits
+        has_graph = torch.is_grad_enabled()
+        # With create_graph, the gradient will be differentiated. With is_grads_batched, there are several.
+        if has_graph or torch._C._functorch.is_legacy_batchedtensor(gradient):
             shards = ctx.shards
             whole = _whole_loss if shards is None else shards.whole_loss
-            total = whole(logits, targets, ctx.ignored)
-            (found,) = torch.autograd.grad(total, logits, gradient, create_graph=True)
+            with torch.enable_grad():
+                total = whole(logits, targets, ctx.ignored)
+            (found,) = torch.autograd.grad(total, logits, gradient, create_graph=has_graph)
             return found, None, None, None
         ones = is_here.to(norms.dtype)
         gradients = torch.empty_like(logits)
@@ -247,11 +250,12 @@ def _whole_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
 
 def _takes_chunks(logits: Tensor, targets: Tensor) -> bool:
     """Tell whether a loss is computed in chunks. A compiler would make a graph for each number of chunks, and
-    functions of torch.func and subclasses need torch's own operations.
+    functions of torch.func, forward-mode gradients and subclasses need torch's own operations.
     """
     is_large = logits.dtype in _NARROW and logits.numel() > CHUNK_NUMEL and targets.dtype == torch.int64
     is_plain = not is_traceable_wrapper_subclass(logits) and not torch._C._are_functorch_transforms_active()
-    return is_large and is_plain and not torch.compiler.is_compiling()
+    is_forward = torch.autograd.forward_ad._current_level >= 0
+    return is_large and is_plain and not is_forward and not torch.compiler.is_compiling()
 
 
 def _chunks(logits: Tensor) -> list[slice]:

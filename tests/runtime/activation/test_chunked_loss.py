@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 import zlaunch
@@ -224,6 +225,22 @@ def test_functions_of_torch_func_and_compilers_get_torchs_operations() -> None:
     assert torch.equal(found, wanted)
     compiled = torch.compile(chunked_cross_entropy, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(logits, targets), chunked_cross_entropy(logits, targets))
+
+
+def test_forward_mode_and_several_gradients_at_once_are_torchs() -> None:
+    logits = torch.randn(8, VOCAB).double().requires_grad_()
+    targets = torch.arange(8)
+    several = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    wanted = torch.autograd.grad(_whole(logits, targets), logits, several[0])[0]
+    (found,) = torch.autograd.grad(
+        chunked_cross_entropy(logits, targets), logits, several, is_grads_batched=True
+    )
+    torch.testing.assert_close(found, torch.stack([wanted, -2 * wanted]))
+    tangent = torch.randn(8, VOCAB).double()
+    with forward_ad.dual_level():
+        loss = chunked_cross_entropy(forward_ad.make_dual(logits.detach(), tangent), targets)
+        slope = forward_ad.unpack_dual(loss).tangent
+    torch.testing.assert_close(slope, (wanted * tangent).sum())
 
 
 def _train(stage: int, tensor: int, is_chunked: bool) -> tuple[list[float], int]:
