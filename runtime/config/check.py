@@ -379,6 +379,9 @@ def _narrow(config: Config, report: ConfigReport, mode: str, is_open: bool) -> N
         report.problems.append(("bf16.master_weights", why))
 
 
+_EXPERT_SIZES = frozenset(("parallel.expert", "expert_parallel.autoep_size"))
+
+
 def _axes(config: Config, report: ConfigReport) -> Config:
     """Report contradictions between the keys of the mesh; return the config with its shard group settled."""
     parallel = config.parallel
@@ -395,7 +398,7 @@ def _axes(config: Config, report: ConfigReport) -> Config:
         problems.append(("parallel.expert", "contradicts expert_parallel.autoep_size: give one of them"))
     if experts.autoep_size > 1 and not experts.enabled:
         report.warnings.append(("expert_parallel.autoep_size", "no effect: enabled is false"))
-    if experts.experts is not None and expert_size(config) <= 1 and "parallel.expert" not in report.auto:
+    if experts.experts is not None and expert_size(config) <= 1 and not report.auto & _EXPERT_SIZES:
         report.warnings.append(("expert_parallel.experts", "no effect: the expert axis has size 1"))
     size = tensor_size(config)
     if own.plan is not None and size <= 1:

@@ -20,7 +20,7 @@ class Parallel(Section):
     expert: Count = ok(1)
     """Size of the expert-parallel group, whose ranks have different experts and different samples (zlaunch's
     key for expert_parallel.autoep_size). "auto": the largest size that divides the experts of the model and
-    the ranks of a node, or 1 where the model or another key does not allow it."""
+    the data-parallel ranks of a node, or 1 where the model or another key does not allow it."""
     sequence: Count = ok(1)
     """Size of the sequence-parallel group, which splits each sequence, and the heads inside attention
     (zlaunch's key for sequence_parallel_size)."""
@@ -58,7 +58,7 @@ class ExpertParallel(Section):
     enabled: Bool = ok(False)
     """Enable autoep_size, as in DeepSpeed."""
     autoep_size: Count = ok(1)
-    """Size of the expert-parallel group."""
+    """Size of the expert-parallel group; "auto" as in parallel.expert."""
     experts: list[str] | None = ok(None)
     """Names of the modules that hold the experts, "*" for any number, such as ["layers.*.experts"]. The first
     dimension of each of their parameters is the expert. The model calls them as module(tokens (n, width),

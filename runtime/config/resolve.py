@@ -138,7 +138,7 @@ def resolve(
     batch_warnings, problems = _batch(loaded, values, notes, world_size, world_sizes, first_batches)
     problems += _params(loaded, values, notes, default_lr)
     _sizes(loaded, values, notes, hidden_size, hidden_size_from)
-    if "parallel.expert" in loaded.auto:
+    if leaves_expert_size_open(loaded):
         values["parallel"]["expert"] = expert_size
         notes["parallel.expert"] = f"auto: {expert_size_from}"
     if problems:
@@ -217,12 +217,23 @@ def _batch(
     return restarts.warnings, [restarts.problem] if restarts.problem else []
 
 
+def leaves_expert_size_open(loaded: Loaded) -> bool:
+    """Tell whether the model decides how many ranks have different experts."""
+    is_enabled = loaded.config.expert_parallel.enabled
+    autoep = is_enabled and "expert_parallel.autoep_size" in loaded.auto
+    return autoep or "parallel.expert" in loaded.auto
+
+
 def with_expert_size(loaded: Loaded, size: int) -> Loaded:
-    """Return a config whose `parallel.expert` is "auto" with a size in place of that. Raises ConfigError
-    where other keys do not go with the size.
+    """Return the config with an expert-parallel size in place of "auto". Raises ConfigError where other keys
+    do not go with the size.
     """
-    parallel = {**loaded.raw["parallel"], "expert": size}
-    return replace(load({**loaded.raw, "parallel": parallel}), origin=loaded.origin)
+    parallel = {**(loaded.raw.get("parallel") or {}), "expert": size}
+    try:
+        found = load({**loaded.raw, "parallel": parallel})
+    except ConfigError as error:
+        raise ConfigError([line.replace("<dict>", loaded.origin, 1) for line in error.problems]) from None
+    return replace(found, origin=loaded.origin)
 
 
 def find_mesh(loaded: Loaded, world_size: int) -> MeshShape:

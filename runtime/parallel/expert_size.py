@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config import ConfigError, Loaded, with_expert_size
+from ..config import ConfigError, Loaded, leaves_expert_size_open, with_expert_size
 from ..environment import read_environment
 from ..errors import ParameterError
+from ..log import counted
 from ..mesh import MeshShape
 from .expert import count_experts
-
-KEY = "parallel.expert"
 
 
 def choose_expert_size(loaded: Loaded, model: nn.Module, shape: MeshShape, local: int) -> tuple[int, str]:
@@ -38,18 +37,20 @@ def choose_expert_size(loaded: Loaded, model: nn.Module, shape: MeshShape, local
     except ParameterError as error:
         if named is not None:
             raise
-        return 1, str(error)
+        return 1, str(error) if _has_experts(model) else "the model has no modules called experts"
     inner = shape.sequence * shape.tensor
     sizes = [size for size in range(2, shape.data + 1) if shape.data % size == 0]
     fitting = [size for size in sizes if _divides(size, counts) and local % (size * inner) == 0]
     experts = " and ".join(str(count) for count in sorted(counts))
+    ranks = counted(min(shape.data, max(1, local // inner)), "data-parallel rank")
     if not fitting:
-        return 1, f"no other size divides {experts} experts and the ranks of a node"
+        return 1, f"no other size divides {experts} experts and {ranks} of a node"
     try:
         with_expert_size(loaded, fitting[-1])
     except ConfigError as error:
-        return 1, f"expert parallelism is not possible here: {error.problems[0]}"
-    return fitting[-1], f"the largest size that divides {experts} experts and the ranks of a node"
+        problem = error.problems[0].removeprefix(f"{loaded.origin}: ")
+        return 1, f"expert parallelism is not possible here: {problem}"
+    return fitting[-1], f"the largest size that divides {experts} experts and {ranks} of a node"
 
 
 def settle_expert_size(
@@ -60,10 +61,10 @@ def settle_expert_size(
 
     ``needs_whole`` says why the script's optimizer cannot have shards of experts, if it cannot.
     """
-    if KEY not in loaded.auto:
+    if not leaves_expert_size_open(loaded):
         return shape.expert, ""
     if shape.expert > 1:
-        return shape.expert, "expert_parallel.autoep_size says so"
+        return shape.expert, "another key of the config says so"
     size, why = choose_expert_size(loaded, model, shape, read_environment().local_world_size)
     if needs_whole:
         size = 1
@@ -75,6 +76,10 @@ def settle_expert_size(
     if int(smallest) != size:
         return int(smallest), "another rank cannot take more"
     return size, why
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any("experts" in name for name, _ in model.named_modules())
 
 
 def _divides(size: int, counts: Collection[int]) -> bool:

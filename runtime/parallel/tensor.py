@@ -338,7 +338,15 @@ class Decision:
         model = self.model
         find_head: Any = getattr(model, "get_output_embeddings", None)
         head: Any = None if find_head is None else find_head()
-        names = [name for name, module in self.modules.items() if module is head and name in self.forwards]
+        heads = [name for name, module in self.modules.items() if module is head]
+        names = [name for name in heads if name in self.forwards]
+        width = getattr(head, "out_features", 0)
+        if heads and not names and width % self.axis.size:
+            raise ParameterError(
+                f"tensor_parallel.vocab_parallel_loss: {heads[0]} has {counted(width, 'word')}, which cannot "
+                f"be divided by {self.axis.size}: pad the vocabulary (resize_token_embeddings with "
+                f"pad_to_multiple_of={self.axis.size}), or remove the key"
+            )
         if not names or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
             raise ParameterError(
                 "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "

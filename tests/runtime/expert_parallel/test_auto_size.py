@@ -57,14 +57,20 @@ def test_the_largest_size_on_a_node_is_chosen(
     found, why = _chosen(_Mixture(*counts), ranks, local, tensor=tensor)
     assert found == size
     experts = " and ".join(map(str, sorted(set(counts))))
-    assert f"{'the largest' if size > 1 else 'no other'} size" in why and f"divides {experts} experts" in why
+    assert f"{'the largest' if size > 1 else 'no other'} size divides {experts} experts" in why.replace(
+        " that", ""
+    )
+    assert f"{min(ranks, local) // tensor or 1} data-parallel rank" in why
 
 
 def test_models_and_keys_that_do_not_allow_an_axis_get_none() -> None:
     size, why = _chosen(nn.Linear(4, 4), 4, 4)
-    assert size == 1 and "Linear has no plan for expert parallelism" in why
+    assert size == 1 and why == "the model has no modules called experts"
+    lists = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+    size, why = _chosen(lists, 4, 4)
+    assert size == 1 and "wrap the modules of experts in zlaunch.Experts" in why
     size, why = _chosen(_Mixture(4), 4, 4, zero_optimization={"stage": 3, "shard_group": 2})
-    assert size == 1 and "zero_optimization.shard_group: is not supported together with expert" in why
+    assert size == 1 and "here: zero_optimization.shard_group: is not supported together with" in why
     with pytest.raises(ParameterError, match=r"no module matches no\.\*\.name"):
         _chosen(_Mixture(4), 4, 4, expert_parallel={"experts": ["no.*.name"]})
 
@@ -88,6 +94,8 @@ def test_ranks_agree_on_the_size_and_a_number_is_taken_as_it_is() -> None:
     assert run_workers(_sizes, 2, AUTO, (2, 1)) == [(1, 2)] * 2
     assert run_workers(_sizes, 2, {"parallel": {"expert": 2}}, (2, 1)) == [(2, 1)] * 2
     assert run_workers(_sizes, 2, {}, (2, 2)) == [(1, 2)] * 2
+    autoep = {"expert_parallel": {"enabled": True, "autoep_size": "auto"}}
+    assert run_workers(_sizes, 2, autoep, (2, 2)) == [(2, 1)] * 2
     both = {**AUTO, "expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert run_workers(_sizes, 2, both, (2, 1)) == [(2, 1)] * 2
     assert run_workers(_sizes, 2, AUTO, (2, 2), "Adafactor") == [(1, 2)] * 2

@@ -110,3 +110,19 @@ def _refuse() -> list[str]:
 @needs_package("transformers")
 def test_other_numbers_of_labels_than_logits_are_refused() -> None:
     assert run_workers(_refuse, 2) == [["5 labels for 3 rows of logits"] * 2] * 2
+
+
+def _odd_vocabulary() -> str:
+    join()
+    config = {**config_of(0, {"tensor": 2}), "tensor_parallel": {"vocab_parallel_loss": True}}
+    try:
+        zlaunch.initialize(model=make("llama", vocab_size=63), config=config)
+    except zlaunch.ZlaunchError as error:
+        return str(error)
+    return ""
+
+
+@needs_package("transformers")
+def test_a_vocabulary_that_cannot_be_divided_is_refused() -> None:
+    for said in run_workers(_odd_vocabulary, 2):
+        assert "lm_head has 63 words, which cannot be divided by 2: pad the vocabulary" in said
