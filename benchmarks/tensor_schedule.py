@@ -75,7 +75,7 @@ def run_rank(shape: Shape, ranks: int, *, tokens_divided: bool, overlapped: bool
 
     if not overlapped:
         for module in (forwards, token_shards):
-            module.sums_beside_weights = lambda value: False  # type: ignore[attr-defined]
+            module.sums_early = lambda value: False  # type: ignore[attr-defined]
     machine = replace(SHAPES["8b"][1], ranks=ranks)
     share = RANKS / ranks
     more_tokens = shape.tokens / TOKENS

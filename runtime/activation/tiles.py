@@ -205,10 +205,8 @@ class _CrossEntropy(torch.autograd.Function):
         has_graph = torch.is_grad_enabled()
         # With create_graph, the gradient will be differentiated. With is_grads_batched, there are several.
         if has_graph or torch._C._functorch.is_legacy_batchedtensor(gradient):
-            shards = ctx.shards
-            whole = _whole_loss if shards is None else shards.whole_loss
             with torch.enable_grad():
-                total = whole(logits, targets, ctx.ignored)
+                total = whole_cross_entropy(logits, targets, ctx.ignored, ctx.shards)
             (found,) = torch.autograd.grad(total, logits, gradient, create_graph=has_graph)
             return found, None, None, None
         ones = is_here.to(norms.dtype)
@@ -229,23 +227,28 @@ def chunked_cross_entropy(
     Of many 16-bit logits, only chunks have copies in float32. With ``shards``, ``logits`` has the words of
     this rank alone, and the call is collective. Raises ValueError for other lengths.
     """
-    check_lengths(logits, targets)
+    _check_lengths(logits, targets)
     if _takes_chunks(logits, targets):
         total: Tensor = _CrossEntropy.apply(logits, targets, ignore_index, shards)  # type: ignore[no-untyped-call]  # torch does not type it
         return total
-    whole = _whole_loss if shards is None else shards.whole_loss
-    return whole(logits, targets, ignore_index)
+    return whole_cross_entropy(logits, targets, ignore_index, shards)
 
 
-def check_lengths(logits: Tensor, targets: Tensor) -> None:
+def whole_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, shards: LogitShards | None = None
+) -> Tensor:
+    """Return what :func:`chunked_cross_entropy` does, computed at once."""
+    _check_lengths(logits, targets)
+    if shards is not None:
+        return shards.whole_loss(logits, targets, ignore_index)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+
+
+def _check_lengths(logits: Tensor, targets: Tensor) -> None:
     """Raise ValueError unless there is a target for each row of logits."""
     if len(logits) != len(targets):
         raise ValueError(f"{len(targets)} labels for {len(logits)} rows of logits")
-
-
-def _whole_loss(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide, targets, ignore_index=ignored, reduction="sum")
 
 
 def _takes_chunks(logits: Tensor, targets: Tensor) -> bool:

@@ -406,6 +406,9 @@ def _axes(config: Config, report: ConfigReport) -> Config:
     for key in ("vocab_parallel_loss", "sequence_parallel"):
         if getattr(own, key) and size <= 1:
             report.warnings.append((f"tensor_parallel.{key}", "no effect: tensor parallelism is off"))
+    if own.vocab_parallel_loss and config.activation_checkpointing.tiled_loss and size > 1:
+        why = "does not work with tensor_parallel.vocab_parallel_loss: remove one of them"
+        problems.append(("activation_checkpointing.tiled_loss", why))
     if own.sequence_parallel:
         for other, count in (
             ("pipeline", pipeline_size(config)),

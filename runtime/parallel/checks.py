@@ -25,6 +25,7 @@ from ..zero.unit import Unit, owner_of
 from .forwards import SharedForward
 from .tensor_axis import CHECK, TensorAxis
 from .uses import ActivationUses, ReplicatedUses, ShardUses
+from .vocabulary_loss import VocabularyLoss
 
 # -- lone uses --------------------------------------------------------------------------------------
 #
@@ -415,11 +416,13 @@ class SameOutputs:
     one batch, and lets go of what the axis keeps during a pass. A hook.
     """
 
-    def __init__(self, axis: TensorAxis, uses: LoneUses, has_part_of_logits: bool) -> None:
-        """``uses`` is left if :class:`Agreement` has put it in force."""
+    def __init__(self, axis: TensorAxis, uses: LoneUses, loss: VocabularyLoss | None) -> None:
+        """``uses`` is left if :class:`Agreement` has put it in force. ``loss`` takes this rank's shard of the
+        logits.
+        """
         self._axis = axis
         self._uses = uses
-        self._has_part_of_logits = has_part_of_logits
+        self._loss = loss
         ranks = f"{axis.ranks[0]} to {axis.ranks[-1]}"
         self._outputs = SameValues(
             axis,
@@ -444,6 +447,13 @@ class SameOutputs:
             self._axis.follow = None
         if self._axis.shard_rng is not None:
             self._axis.shard_rng.close()
+        is_due = self._loss is not None and self._loss.end()
+        if output is not None and is_due:
+            raise ParameterError(
+                "tensor_parallel.vocab_parallel_loss: in training, each rank has the logits of other words, "
+                "and the model has computed no loss from them: give it labels, or remove the key (a label "
+                "smoother, compute_loss_func and other losses outside of the model take the logits)"
+            )
         if output is not None and module.training and torch.is_grad_enabled():
             self._outputs.check(list(self._replicated(output)))
 
@@ -456,7 +466,7 @@ class SameOutputs:
                 if "attentions" not in str(key) and "past_key_values" not in str(key)
             ]
         for tensor in tensors_in(output):
-            if tensor.dim() == 0 or not self._has_part_of_logits:
+            if tensor.dim() == 0 or self._loss is None:
                 yield tensor
 
 

@@ -21,8 +21,8 @@ Note [Sums beside weight gradients]
     Tokens are made before the layers are called, so all sharded layers of the module get one. Autograd never
     comes to a token that no layer has taken.
 
-    Where gradients get a graph (``create_graph``), each layer computes all of its gradients, and the sum is
-    waited for at once.
+    A layer without a token computes all of its gradients in 1. So does each layer where gradients get a graph
+    (``create_graph``); the sum is waited for at once then.
 """
 
 from __future__ import annotations
@@ -46,28 +46,26 @@ class _Shared:
     holds no tensor that has a graph.
     """
 
-    __slots__ = ("_left", "_pass", "work")
+    __slots__ = ("_left", "work")
 
     def __init__(self) -> None:
         self.work: Pending = DONE
         """The sum that has begun."""
-        self._left: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._pass = -1
+        self._left: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        """What layers have left, by backward pass and layer: one pass may run inside of another, and one that
+        ends with an error leaves something for nobody.
+        """
 
     def leave(self, layer: int, gradient: Tensor, value: Tensor) -> None:
         """Leave what the gradient of a layer's weight is computed from: the gradient of its output (..., out)
         and its input (..., in).
         """
-        current = placeholder.backward_number()
-        if self._pass != current:  # an earlier pass has ended with an error
-            self._left.clear()
-            self._pass = current
-        self._left.setdefault(layer, []).append((gradient, value))
+        self._left.setdefault((placeholder.backward_number(), layer), []).append((gradient, value))
 
     def take(self, layer: int) -> Tensor | None:
         """Return the gradient of a layer's weight; None if nothing was left."""
         found: Tensor | None = None
-        for gradient, value in self._left.pop(layer, ()):
+        for gradient, value in self._left.pop((placeholder.backward_number(), layer), ()):
             product = _rows(gradient).t() @ _rows(value)
             found = product if found is None else found.add_(product)
         return found
@@ -145,13 +143,13 @@ class _Linear(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        token: Tensor,
-        shared: _Shared,
+        token: Tensor | None,
+        shared: _Shared | None,
         layer: int,
     ) -> Tensor:
         ctx.shared = shared
         ctx.layer = layer
-        ctx.of_weight = token.grad_fn
+        ctx.of_weight = None if token is None else token.grad_fn
         ctx.save_for_backward(value, weight)
         return functional.linear(value, weight, bias)
 
@@ -161,14 +159,26 @@ class _Linear(torch.autograd.Function):
         of_value = gradient @ weight
         of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         of_weight = None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or ctx.of_weight is None:
             of_weight = _rows(gradient).t() @ _rows(value)
         elif torch._C._will_engine_execute_node(ctx.of_weight):  # else nobody would take it
             # The gradient itself: of a tensor that somebody has, autograd adds nothing to the memory.
             ctx.shared.leave(ctx.layer, gradient, value.detach())
         # Not None: autograd would run _Weight in the thread of the CPU, beside the one of the GPU.
-        token = gradient.new_empty(0)
+        token = None if ctx.of_weight is None else gradient.new_empty(0)
         return of_value, of_weight, of_bias, token, None, None
+
+
+def compute(layer: nn.Linear, value: Tensor, bias: Tensor | None, shared: ColumnInput | None) -> Tensor:
+    """Return what a sharded layer computes from a value.
+
+    The gradient of its weight is computed beside the sum of ``shared``; without that, or if the layer belongs
+    to another module, at once. Both save the same tensors, because a recomputation may find no ``shared``.
+    """
+    token = None if shared is None else shared.tokens.get(id(layer))
+    nodes = None if shared is None else shared.nodes
+    found: Tensor = _Linear.apply(value, layer.weight, bias, token, nodes, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
+    return found
 
 
 class ColumnInput:
@@ -178,53 +188,38 @@ class ColumnInput:
         """``layers`` are the module's sharded layers; the sum runs over ``axis``."""
         self._axis = axis
         self._channel = channel
-        self._shared = _Shared()
+        self.nodes = _Shared()
+        """What the nodes of the value share."""
         self._layers = layers
-        self._tokens: dict[int, Tensor] = {}
+        self.tokens: dict[int, Tensor] = {}
+        """The tokens of layers whose weights train, by the layers' ids."""
         self._value: weakref.ref[Tensor] | None = None
 
     def copy(self, value: Tensor) -> Tensor:
         """Return a replicated value, for computing with this rank's shard."""
-        return self._keep(_Sum.apply(self._prepare(value), self._axis, self._channel, self._shared))  # type: ignore[no-untyped-call]  # torch does not type it
+        return self._keep(_Sum.apply(self._prepare(value), self._axis, self._channel, self.nodes))  # type: ignore[no-untyped-call]  # torch does not type it
 
     def gather(self, shard: Tensor, dim: int) -> Tensor:
         """Return the ranks' shards, joined along a dimension, for computing with this rank's shard of
         weights.
         """
         waiting = self._prepare(shard)
-        found = self._keep(_SumToShard.apply(waiting, self._axis, self._channel, dim, self._shared))  # type: ignore[no-untyped-call]  # torch does not type it
+        found = self._keep(_SumToShard.apply(waiting, self._axis, self._channel, dim, self.nodes))  # type: ignore[no-untyped-call]  # torch does not type it
         if self._axis.follow is not None:
             self._axis.follow(found, shard)
         return found
 
-    def linear(self, layer: nn.Module, value: Tensor) -> Tensor | None:
-        """Return what a column layer computes from the value; None where ``value`` is another one, or the
-        layer belongs to another module.
-        """
-        if self._value is None or self._value() is not value:
-            return None
-        return self._compute(layer, value, getattr(layer, "bias", None))
-
-    def product(self, layer: nn.Module, shard: Tensor) -> Tensor | None:
-        """Return what a row layer computes from a shard, without its bias; None for a layer of another
-        module.
-        """
-        return self._compute(layer, shard, None)
-
-    def _compute(self, layer: nn.Module, value: Tensor, bias: Tensor | None) -> Tensor | None:
-        token = self._tokens.get(id(layer))
-        if token is None or not layer.weight.requires_grad:
-            return None
-        found: Tensor = _Linear.apply(value, layer.weight, bias, token, self._shared, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
-        return found
+    def is_value(self, value: Tensor) -> bool:
+        """Tell whether this is the value that :meth:`copy` or :meth:`gather` has returned."""
+        return self._value is not None and self._value() is value
 
     def _prepare(self, value: Tensor) -> Tensor:
-        waiting: Tensor = _Wait.apply(value, self._shared)  # type: ignore[no-untyped-call]  # torch does not type it
+        waiting: Tensor = _Wait.apply(value, self.nodes)  # type: ignore[no-untyped-call]  # torch does not type it
         for layer in self._layers:
             if not layer.weight.requires_grad:
                 continue
-            token = _Weight.apply(layer.weight, self._shared, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
-            self._tokens[id(layer)] = token
+            token = _Weight.apply(layer.weight, self.nodes, id(layer))  # type: ignore[no-untyped-call]  # torch does not type it
+            self.tokens[id(layer)] = token
         return waiting
 
     def _keep(self, value: Tensor) -> Tensor:
@@ -232,9 +227,9 @@ class ColumnInput:
         return value
 
 
-def sums_beside_weights(value: Tensor) -> bool:
-    """Tell whether a value's gradient may be summed beside gradients of weights: not in a compiled graph,
-    whose order the compiler chooses, nor under autocast, where products cast their inputs.
+def sums_early(value: Tensor) -> bool:
+    """Tell whether the sum of a value's gradient may begin before gradients of weights are computed: not in a
+    compiled graph, whose order the compiler chooses, nor under autocast, where products cast their inputs.
     """
     return (
         torch.is_grad_enabled()

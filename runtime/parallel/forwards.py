@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ParameterError
+from ..zero import placeholder
 from .collectives import copy_to, gather_from, reduce_from, scatter_to
-from .columns import ColumnInput, sums_beside_weights
+from .columns import ColumnInput, compute, sums_early
 from .expert import by_position
 from .tensor_axis import LAYER, TensorAxis
 from .token_shards import Region
+from .vocabulary_loss import VocabularyLoss
 
 
 class SharedForward:
@@ -56,6 +58,7 @@ class ColumnForward(SharedForward):
 
     def __init__(self, module: nn.Module, axis: TensorAxis) -> None:
         super().__init__(module, axis)
+        self.is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         self.layers: list[nn.Linear] = []
         """Lists the layers whose weights may get their gradients beside the sum of the input's."""
 
@@ -69,17 +72,17 @@ class ColumnForward(SharedForward):
         return output
 
     def _compute(self, input: Tensor) -> Tensor:
-        is_beside = sums_beside_weights(input)
-        if self.has_all_tokens():  # in a copy, which the region has made
-            assert self.region is not None
-            shared = self.region.column_input
-        else:
-            input = copy_to(input, self.axis, LAYER, self._copy if is_beside else None)
-            shared = self.axis.column_input
-        found = shared.linear(self.module, input) if shared is not None and is_beside else None
-        if found is None:
-            found = self.original(input)
-        return found
+        has_all = self.has_all_tokens()
+        if not has_all:  # with them, the region has made the copy
+            input = copy_to(input, self.axis, LAYER, self._copy if sums_early(input) else None)
+        if not self.is_plain or not sums_early(input) or not self.module.weight.requires_grad:
+            output: Tensor = self.original(input)
+            return output
+        assert isinstance(self.module, nn.Linear)
+        shared = self.region.column_input if has_all and self.region is not None else self.axis.column_input
+        if shared is not None and not shared.is_value(input):
+            shared = None
+        return compute(self.module, input, self.module.bias, shared)
 
     def _copy(self, value: Tensor) -> Tensor:
         self.axis.column_input = ColumnInput(self.axis, LAYER, self.layers)
@@ -96,6 +99,28 @@ class GatheredColumnForward(ColumnForward):
     """Computes a shard of a linear layer's outputs, and gathers them."""
 
     gathers = True
+
+
+class LossHeadForward(ColumnForward):
+    """Computes a shard of the logits in training, for a loss that takes it, and all logits in evaluation."""
+
+    def __init__(self, module: nn.Module, axis: TensorAxis, loss: VocabularyLoss) -> None:
+        super().__init__(module, axis)
+        self.loss = loss
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output = self._compute(input)
+        if not self.module.training:
+            return gather_from(output, self.axis, LAYER)
+        if placeholder.in_backward():  # recomputed, after the loss
+            return output
+        if not self.loss.is_open:
+            raise ParameterError(
+                f"tensor_parallel.vocab_parallel_loss: {self.name} is called by itself in training, where "
+                "each rank has the logits of other words: call the whole model with labels, or remove the key"
+            )
+        self.loss.is_due = True
+        return output
 
 
 class RowForward(SharedForward):
@@ -122,11 +147,10 @@ class RowForward(SharedForward):
         return output if bias is None else output + bias
 
     def _product(self, module: nn.Linear, shard: Tensor) -> Tensor:
+        if not module.weight.requires_grad or not sums_early(shard):
+            return functional.linear(shard, module.weight)
         shared = self.axis.column_input if self.region is None else self.region.column_input
-        found = None
-        if shared is not None and sums_beside_weights(shard):
-            found = shared.product(module, shard)
-        return functional.linear(shard, module.weight) if found is None else found
+        return compute(module, shard, None, shared)
 
 
 class SplitRowForward(RowForward):

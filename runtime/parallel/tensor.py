@@ -27,6 +27,7 @@ from .forwards import (
     ColumnForward,
     ExpertsForward,
     LatentForward,
+    LossHeadForward,
     PackedColumnForward,
     RowForward,
     SharedForward,
@@ -77,6 +78,8 @@ class Decision:
         self.settings: list[tuple[nn.Module, str, Any]] = []
         """Attributes of modules that get other values."""
         self.replicated: list[str] = []
+        self.loss: VocabularyLoss | None = None
+        """Computes the loss from shards of the logits."""
         self.tokens: TokenShards | None = None
         """Divides the tokens between sharded layers."""
         self.experts: ExpertPlan | None = None
@@ -339,9 +342,9 @@ class Decision:
         find_head: Any = getattr(model, "get_output_embeddings", None)
         head: Any = None if find_head is None else find_head()
         heads = [name for name, module in self.modules.items() if module is head]
-        names = [name for name in heads if name in self.forwards]
+        names = [name for name in heads if isinstance(self.forwards.get(name), ColumnForward)]
         width = getattr(head, "out_features", 0)
-        if heads and not names and width % self.axis.size:
+        if heads and heads[0] not in self.forwards and width % self.axis.size:
             raise ParameterError(
                 f"tensor_parallel.vocab_parallel_loss: {heads[0]} has {counted(width, 'word')}, which cannot "
                 f"be divided by {self.axis.size}: pad the vocabulary (resize_token_embeddings with "
@@ -350,11 +353,11 @@ class Decision:
         if not names or getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
             raise ParameterError(
                 "tensor_parallel.vocab_parallel_loss needs a Hugging Face model with the loss ForCausalLM, "
-                f"whose plan shards the head; {type(model).__name__} is not one"
+                f"whose plan shards the head by columns; {type(model).__name__} is not one"
             )
-        self.forwards[names[0]] = forward = ColumnForward(head, self.axis)
-        forward.is_followed = False  # the loss knows of shards
-        self.settings.append((model, "loss_function", VocabularyLoss(self.axis, chunked=chunked)))
+        self.loss = VocabularyLoss(self.axis, width, chunked=chunked)
+        self.forwards[names[0]] = LossHeadForward(head, self.axis, self.loss)
+        self.settings.append((model, "loss_function", self.loss))
 
     def _shard(self, parameter: Tensor, dim: int, name: str, packs: int = 1) -> None:
         boxes = _even_boxes(parameter.shape, dim, self.axis.size, packs)
@@ -455,7 +458,9 @@ def share_layers(model: nn.Module, config: Config, comm: Comm) -> None:
         in_backward = config.zero_optimization.step_in_backward
         agreement = Agreement(axis, has_dropout, uses, steps_in_backward=in_backward)
         model.register_forward_pre_hook(agreement, with_kwargs=True)
-        outputs = SameOutputs(axis, uses, config.tensor_parallel.vocab_parallel_loss)
+        if work.loss is not None:
+            model.register_forward_pre_hook(work.loss.begin)
+        outputs = SameOutputs(axis, uses, work.loss)
         model.register_forward_hook(outputs, always_call=True)
     if comm.rank == 0:
         _tell(work)
@@ -529,7 +534,7 @@ def apply(work: Decision) -> None:
         work.modules[name].forward = forward
         if isinstance(forward, (ColumnForward, RowForward)):
             layers = siblings.setdefault(name.rpartition(".")[0], [])
-            if isinstance(forward.module, nn.Linear) and type(forward.module).forward is nn.Linear.forward:
+            if isinstance(forward.module, nn.Linear):
                 layers.append(forward.module)
             if isinstance(forward, ColumnForward):
                 forward.layers = layers

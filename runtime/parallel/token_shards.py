@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..errors import ParameterError
 from ..zero import placeholder
 from .collectives import gather_from, gather_to, scatter_to, sum_to_shard
-from .columns import ColumnInput, sums_beside_weights
+from .columns import ColumnInput, sums_early
 from .tensor_axis import LAYER, TensorAxis
 
 FAMILIES = (
@@ -314,7 +314,7 @@ class Region:
                 "tokens, width)"
             )
         self._tokens = hidden.shape[_TOKENS]
-        if sums_beside_weights(hidden):
+        if sums_early(hidden):
             self.column_input = ColumnInput(self._axis, LAYER, self.layers)
             return _with_hidden(args, kwargs, self.column_input.gather(hidden, _TOKENS))
         return _with_hidden(args, kwargs, gather_to(hidden, self._axis, LAYER, _TOKENS))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ..activation.tiles import IGNORED, LogitShards, check_lengths, chunked_cross_entropy
+from ..activation.tiles import IGNORED, LogitShards, chunked_cross_entropy, whole_cross_entropy
 from .collectives import reduce_from
 from .tensor_axis import LAYER, TensorAxis
 
@@ -20,10 +20,18 @@ class VocabularyLoss(LogitShards):
     The formula is -log softmax at the label, with sums over the shards: Megatron-LM, arXiv 1909.08053, 3.
     """
 
-    def __init__(self, axis: TensorAxis, *, chunked: bool) -> None:
-        """With ``chunked``, large losses are computed in chunks."""
+    def __init__(self, axis: TensorAxis, words: int, *, chunked: bool) -> None:
+        """``words`` is the size of the vocabulary. With ``chunked``, large losses are computed in chunks."""
         self.axis = axis
+        self.is_open = False
+        """Tells whether the model's forward pass is running."""
+        self.is_due = False
+        """Tells whether the head has computed this rank's shard of the logits, and nobody its loss."""
+        self._words = words
         self._chunked = chunked
+
+    def __deepcopy__(self, memo: Any) -> VocabularyLoss:
+        return VocabularyLoss(self.axis, self._words, chunked=self._chunked)
 
     def __call__(
         self,
@@ -43,17 +51,30 @@ class VocabularyLoss(LogitShards):
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         rows = logits.reshape(-1, logits.shape[-1])
+        self.is_due = False
+        shards = None if logits.shape[-1] == self._words else self  # in evaluation, each rank has all
         if not self._chunked:
-            check_lengths(rows, targets)
-            total = self.whole_loss(rows, targets, ignore_index)
+            total = whole_cross_entropy(rows, targets, ignore_index, shards)
         else:
-            total = chunked_cross_entropy(rows, targets, ignore_index, self)
+            total = chunked_cross_entropy(rows, targets, ignore_index, shards)
         if num_items_in_batch is None:
             return total / (targets != ignore_index).sum()
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         mean: Tensor = total / num_items_in_batch
         return mean
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Begin a forward pass of the model. A hook."""
+        self.is_open = True
+        self.is_due = False
+
+    def end(self) -> bool:
+        """End a forward pass; tell whether its loss is still due."""
+        is_due = self.is_due
+        self.is_open = False
+        self.is_due = False
+        return is_due
 
     def find(self, targets: Tensor, counts: Tensor, words: int) -> tuple[Tensor, Tensor]:
         """Return the targets as numbers of this rank's words, and which of them are words of this rank."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import zlaunch
 from tests.needs import needs_package
@@ -264,7 +265,52 @@ def _kept_bytes() -> None:
     assert (counts[-1] - counts[0]) / 5 < 5, counts
 
 
+class _Branches(nn.Module):
+    """Computes two row layers from one column layer, and recomputes ``second`` in the backward pass."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.input = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.first = nn.Linear(2 * WIDTH, WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.recompute = recompute
+
+    def _block(self, hidden: Tensor) -> Tensor:
+        inner = torch.tanh(self.up(hidden))
+        is_reentrant = self.recompute == "nested"
+        again: Tensor = checkpoint(self.second, inner, use_reentrant=is_reentrant)
+        return again + self.first(inner) + self.second(inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.input(hidden)
+        if self.recompute == "nested":
+            found: Tensor = checkpoint(self._block, hidden, use_reentrant=True)
+            return found
+        return self._block(hidden)
+
+
+def _recomputed() -> None:
+    """In a pass inside of the backward pass, and without the column layer."""
+    join()
+    for recompute in ("nested", "row"):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            models.append(_Branches(recompute).double())
+        plan = {"up": "colwise", "first": "rowwise", "second": "rowwise"}
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        config = settings(0, 2, 1, tensor_parallel={"plan": plan}, gradient_clipping=0.0, optimizer=optimizer)
+        engine, *_ = zlaunch.initialize(model=models[1], config=config)
+        for _ in range(3):
+            for model in (models[0], engine):
+                model(_hidden()).square().sum().backward()
+            _step(engine, models[0])
+        engine.destroy()
+
+
 PASSES = [
+    _recomputed,
     _input_alone_then_all,
     _weights_alone,
     _gradients_of_gradients,

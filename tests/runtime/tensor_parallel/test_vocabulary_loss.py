@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import zlaunch
 from tests.needs import needs_package
-from tests.runtime.model_parallel import config_of, make
+from tests.runtime.model_parallel import config_of, data, make
 from tests.runtime.workers import join, run_workers
 from zlaunch.runtime.activation import tiles
 from zlaunch.runtime.parallel.vocabulary_loss import VocabularyLoss
@@ -27,7 +27,7 @@ def _targets() -> Tensor:
 
 
 def _loss_of_shards(axis: Any, shard: Tensor, *, chunked: bool, items: Any) -> Tensor:
-    loss = VocabularyLoss(axis, chunked=chunked)
+    loss = VocabularyLoss(axis, WORDS, chunked=chunked)
     return loss(shard.view(2, ROWS // 2, -1), None, WORDS, items, shift_labels=_targets().view(2, -1))
 
 
@@ -99,7 +99,7 @@ def _refuse() -> list[str]:
     axis = _axis()
     said = []
     for chunked in (False, True):
-        loss = VocabularyLoss(axis, chunked=chunked)
+        loss = VocabularyLoss(axis, WORDS, chunked=chunked)
         try:
             loss(torch.zeros(1, 3, 6), torch.zeros(1, 5, dtype=torch.int64), WORDS)
         except ValueError as error:
@@ -112,17 +112,54 @@ def test_other_numbers_of_labels_than_logits_are_refused() -> None:
     assert run_workers(_refuse, 2) == [["5 labels for 3 rows of logits"] * 2] * 2
 
 
-def _odd_vocabulary() -> str:
+def _other_heads() -> list[str]:
     join()
-    config = {**config_of(0, {"tensor": 2}), "tensor_parallel": {"vocab_parallel_loss": True}}
-    try:
-        zlaunch.initialize(model=make("llama", vocab_size=63), config=config)
-    except zlaunch.ZlaunchError as error:
-        return str(error)
-    return ""
+    said = []
+    for words, plan in ((63, None), (64, {"lm_head": "rowwise_split_input"})):
+        section = {"vocab_parallel_loss": True, "plan": plan}
+        config = {**config_of(0, {"tensor": 2}), "tensor_parallel": section}
+        try:
+            zlaunch.initialize(model=make("llama", vocab_size=words), config=config)
+        except zlaunch.ZlaunchError as error:
+            said.append(str(error))
+    return said
 
 
 @needs_package("transformers")
-def test_a_vocabulary_that_cannot_be_divided_is_refused() -> None:
-    for said in run_workers(_odd_vocabulary, 2):
-        assert "lm_head has 63 words, which cannot be divided by 2: pad the vocabulary" in said
+def test_heads_that_are_not_sharded_by_columns_are_refused() -> None:
+    for said in run_workers(_other_heads, 2):
+        assert "lm_head has 63 words, which cannot be divided by 2: pad the vocabulary" in said[0]
+        assert "whose plan shards the head by columns" in said[1]
+
+
+def _evaluate() -> tuple[Any, Any, list[str]]:
+    join()
+    plain = make("llama").eval()
+    batch = data()[0][:2]
+    config = {**config_of(0, {"tensor": 2}), "tensor_parallel": {"vocab_parallel_loss": True}}
+    engine, *_ = zlaunch.initialize(model=make("llama"), config=config)
+    said = []
+    module: Any = engine.module
+    for call in (lambda: engine(input_ids=batch), lambda: module.lm_head(module.model(batch)[0])):
+        try:
+            call()
+        except zlaunch.ZlaunchError as error:
+            said.append(str(error))
+    engine(input_ids=batch, labels=batch)
+    engine.eval()
+    with torch.no_grad():
+        found = engine(input_ids=batch, labels=batch)
+        wanted = plain(input_ids=batch, labels=batch)
+    torch.testing.assert_close(found.logits, wanted.logits)
+    torch.testing.assert_close(found.loss, wanted.loss)
+    options = {"input_ids": batch[:, :4], "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    return module.generate(**options).tolist(), plain.generate(**options).tolist(), said
+
+
+@needs_package("transformers")
+def test_evaluation_has_all_logits_and_training_needs_labels() -> None:
+    for found, wanted, said in run_workers(_evaluate, 2):
+        assert found == wanted
+        assert len(said) == 2
+        assert "vocab_parallel_loss: in training" in said[0] and "give it labels" in said[0]
+        assert "lm_head is called by itself in training" in said[1]

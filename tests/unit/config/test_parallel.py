@@ -143,3 +143,14 @@ def test_what_has_no_effect_is_told(config: dict[str, Any], said: str) -> None:
 def test_keys_of_tensor_parallelism_without_it_are_warned_of(key: str) -> None:
     (said,) = load({"train_batch_size": 8, "tensor_parallel": {key: True}}).warnings
     assert f"tensor_parallel.{key}" in said and "no effect: tensor parallelism is off" in said
+
+
+def test_the_vocabulary_parallel_loss_and_tiles_exclude_each_other() -> None:
+    both: dict[str, dict[str, Any]] = {
+        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_loss": True},
+        "activation_checkpointing": {"tiled_loss": True},
+    }
+    with pytest.raises(ConfigError, match=r"tiled_loss: does not work with tensor_parallel\.vocab_parallel"):
+        load(both)
+    both["tensor_parallel"]["autotp_size"] = 1
+    load(both)
