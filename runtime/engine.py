@@ -845,8 +845,7 @@ class Engine(nn.Module):
 
     def _scaled(self, loss: Tensor, *, divide: bool, tokens: int | Tensor | None = None) -> Tensor:
         """Return the loss that a backward pass starts from."""
-        self._sharded.loss_scaling.loss_is_scaled = True
-        self._sharded.loss_scaling.tokens = tokens
+        self._sharded.loss_scaling.expect_scaled(tokens)
         factor = self._scaler.factor if self._scaler.used else 1.0
         if divide:
             factor = self.averaging.share(factor, tokens)

@@ -134,9 +134,8 @@ class PipelineSchedule(WholeSteps):
         gradients are summed after all passes.
         """
         engine = self._engine
-        engine._sharded.loss_scaling.loss_is_scaled = True
         # Passes of several micro-batches are under way; hooks of each output know its tokens.
-        engine._sharded.loss_scaling.tokens = None
+        engine._sharded.loss_scaling.expect_scaled(None)
         engine._reducer.sync = is_last and engine._reducer.has_order and not self._pipeline.tied
 
     def check_call(self, what: str) -> None:

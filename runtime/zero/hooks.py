@@ -318,7 +318,7 @@ class LossScaling:
         factor: returns the loss scale; None where losses are not scaled. Set by ``Engine``.
         micro_share: a micro-batch's part of a step, for a backward pass that the caller starts.
         loss_is_scaled: the backward pass that is under way, or comes next, starts at a loss multiplied
-            already.
+            already. Set by :meth:`expect_scaled`.
         tokens: the number of tokens of its loss; None where losses are not weighted. Without tokens, the
             gradients of the model's outputs are zero, also where the script's mean (0 / 0) makes NaN of them.
             Not those of parameters: an expert has gradients of other ranks' tokens.
@@ -349,11 +349,25 @@ class LossScaling:
 
     def of_parameter(self, grad: Tensor) -> Tensor:
         """Return a parameter's gradient as its part of the step, in a pass that did not begin at a scaled
+        self._has_begun = False
+
+    def expect_scaled(self, tokens: int | Tensor | None) -> None:
+        """Note that the next backward pass starts at a loss multiplied already, a mean over ``tokens``."""
+        self.loss_is_scaled = True
+        self.tokens = tokens
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Begin a backward pass."""
+        if self._has_begun:
+            self.end()  # what is noted was for a pass that ended in an exception
+        self._has_begun = True
         loss. Raises RuntimeError where it did not begin at the model's outputs either.
         """
         if self.factor is not None and not self._at_outputs:
             raise RuntimeError(
                 "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
+        self._has_begun = False
                 "not start at the model's outputs, where zlaunch applies the loss scale"
             )
         share = self.micro_share()
@@ -398,6 +412,18 @@ def _at_end(function: Callable[[nn.Module, Any, Any], None]) -> Hook:
                 raise
 
     return _undisturbed(run)
+
+
+class _Ending:
+    """Calls a function at the end of a backward pass. Only torch's list of callbacks refers to it."""
+
+    __slots__ = ("__weakref__", "_function")
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        self._function()
 
 
 class ShardedModel:
@@ -452,6 +478,10 @@ class ShardedModel:
         self._unhooked = False
         """Tells that a forward pass ran without hooks on saved tensors: units stay until its backward pass
         has ended, or the next forward pass begins.
+        """
+        self._ending: Callable[[], _Ending | None] = lambda: None
+        """Returns what torch calls at the end of the backward pass; None once torch has dropped it, which it
+        does uncalled after an exception.
         """
         self._kept = ExitStack()
         """Holds units of which the root's output is a parameter."""
@@ -582,6 +612,7 @@ class ShardedModel:
         armed = arm(output, self._begin_backward, self._at_output)
         self._forward_order.end()
         if not self.options.shard_params:
+            self.loss_scaling.end()
             return
         for tensor in tensors_in(output):
             unit = owner_of(tensor)
@@ -612,8 +643,7 @@ class ShardedModel:
 
     def _after(self, block: Block) -> Callable[..., None]:
         def at_gradient() -> None:
-            if not self._pass.is_backward:
-                self._begin_backward()
+            self._begin_backward()
             self._reshard_passed(block)
             self._unshard(block)
             self._backward_order.visit(block.index)
@@ -638,12 +668,16 @@ class ShardedModel:
 
     def _begin_backward(self) -> None:
         if self._pass.is_backward:
-            return
+            if self._ending() is not None:
+                return
+            self._reset_backward()  # the last one ended in an exception, and its graph is used once more
         self._pass.begin_backward()
         self.reducer.begin()
         if not self._pass.depth:
             self._forward_order.end()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        ending = _Ending(self._end_backward)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
         self._unshard(self._root)
 
     @staticmethod
@@ -671,8 +705,7 @@ class ShardedModel:
         return on_gradient
 
     def _take_gradient(self, unit: Unit, index: int, parameter: Tensor) -> None:
-        if not self._pass.is_backward:
-            self._begin_backward()
+        self._begin_backward()
         grad = placeholder.GRAD.__get__(parameter)
         if grad is None:
             return
@@ -697,6 +730,7 @@ class ShardedModel:
         complete = self.reducer.add(unit, index, grad)
         if not complete or not unit.shard_params:
             return
+        self.loss_scaling.begin()
         block = self._block_of[id(unit)]
         if not block.is_root:
             if any(not other.trainable for other in block.units):
@@ -706,7 +740,7 @@ class ShardedModel:
 
     def _on_saved(self) -> None:
         """Begin the backward pass when a saved tensor of a unit is about to be used."""
-        if not self._pass.is_backward and placeholder.in_backward():
+        if placeholder.in_backward():
             self._begin_backward()
 
     def _reshard_passed(self, current: Block) -> None:
@@ -728,7 +762,6 @@ class ShardedModel:
 
     def _reset_backward(self) -> None:
         self._pass.end_backward()
-        self.loss_scaling.end()
         self._kept.close()
         self._backward_order.end()
         self._passed.clear()
@@ -763,7 +796,7 @@ class ShardedModel:
         assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
             return False
-        if placeholder.in_backward() and not self._pass.is_backward:
+        if placeholder.in_backward():
             self._begin_backward()
         block = self._block_of[id(unit)]
         if not block.is_root:
@@ -785,6 +818,7 @@ class ShardedModel:
 
     def used_first(self) -> list[Unit]:
         """Return the units whose gathers come first after a step: trained ones that stay whole (at stage 3
+        self.loss_scaling.end()
         all of them, because they are small), and what the next forward pass is likely to begin with.
         """
         whole: list[Unit] = []

@@ -27,6 +27,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runtime/zero/hooks.py",
+        "if self._ending() is not None:",
+        "if True:",
+        "a backward pass after a failed one is dropped",
+        ("tests/runtime/test_recovery_from_errors.py",),
+    ),
+    Mutation(
+        "runtime/zero/hooks.py",
+        "        self.tokens = tokens\n        self._has_begun = False",
+        "        self.tokens = tokens",
+        "a pass after a failed one forgets that its loss is scaled",
+        ("tests/runtime/test_recovery_from_errors.py",),
+    ),
+    Mutation(
+        "runtime/zero/hooks.py",
         "self.units[:] = [unit for",
         "self.units = [unit for",
         "the explanation of exhausted memory holds units of the past",

@@ -76,6 +76,103 @@ def test_a_pass_that_was_interrupted_leaves_nothing_behind() -> None:
     assert run_workers(_interrupted, 1) == [[]]
 
 
+class FailsOnce(Net):
+    """Raises in the first backward pass, when a part of the gradients has arrived."""
+
+    passes = 0
+
+    def _fail(self, grad: torch.Tensor) -> None:
+        self.passes += 1
+        if self.passes == 1:
+            raise ValueError("bad data")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embedding(tokens))
+        x.register_hook(self._fail)
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def _twice_through_a_graph(model: Any, tokens: torch.Tensor) -> None:
+    """Plain torch leaves the gradients of a failed pass, and adds the next pass's to them."""
+    loss = loss_of(model, tokens)
+    with pytest.raises(ValueError, match="bad data"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _graph_again() -> list[str]:
+    zlaunch.init_distributed()
+    tokens = batches(1, 8)[0]
+    torch.manual_seed(7)
+    plain = FailsOnce().double()
+    _twice_through_a_graph(plain, tokens)
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    wrong = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(7)
+        optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+        engine, *_ = zlaunch.initialize(
+            model=FailsOnce().double(), config=config(stage, 4, optimizer=optimizer)
+        )
+        half = slice(4 * engine.global_rank, 4 * engine.global_rank + 4)
+        _twice_through_a_graph(engine, tokens[half].to(engine.device))
+        engine.step()
+        engine.destroy()
+        for name, got in engine.module.state_dict().items():
+            if not torch.allclose(got.cpu(), plain.state_dict()[name], rtol=1e-9, atol=1e-12):
+                wrong.append(f"stage {stage} {name}")
+    return wrong
+
+
+def test_a_graph_is_used_again_after_a_failed_backward_pass() -> None:
+    assert run_workers(_graph_again, 2) == [[], []]
+
+
+def _scaled(engine: zlaunch.Engine, loss: torch.Tensor, **count: int) -> None:
+    engine.scale(loss, **count).backward()  # type: ignore[no-untyped-call]
+
+
+def _retried() -> list[str]:
+    zlaunch.init_distributed()
+    data = batches(3, 4)
+    wrong = []
+    kinds: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        "tokens": {"loss_reduction": "tokens"},
+    }
+    for kind, section in kinds.items():
+        for stage in (0, 3):
+            found = []
+            for fails in (None, zlaunch.Engine.backward, _scaled):
+                torch.manual_seed(7)
+                model = FailsOnce()
+                model.passes = 1 if fails is None else 0
+                engine, *_ = zlaunch.initialize(model=model, config=config(stage, 4, 2, 0.1, **section))
+                count = {"num_tokens": 24} if kind == "tokens" else {}
+                losses = [loss_of(engine, tokens) for tokens in data[:3]]
+                if fails is not None:
+                    with pytest.raises(ValueError, match="bad data"):
+                        fails(engine, losses[0], **count)
+                    engine.zero_grad()
+                for loss in losses[1:]:  # no forward pass comes between
+                    engine.backward(loss, **count)
+                    engine.step()
+                engine.destroy()
+                found.append(engine.module.state_dict())
+            for trained in found[1:]:
+                wrong += [
+                    f"{kind} {stage} {key}" for key in trained if not torch.equal(trained[key], found[0][key])
+                ]
+    return wrong
+
+
+def test_a_pass_after_a_failed_one_is_scaled_once() -> None:
+    assert run_workers(_retried, 1) == [[]]
+
+
 def _write_fails(folder: str, background: bool) -> list[str]:
     zlaunch.init_distributed()
     with in_background(background):
