@@ -86,6 +86,7 @@ from .zero import placeholder
 from .zero.hooks import ShardedModel
 from .zero.layout import TILE_NUMEL
 from .zero.policy import (
+    DIVIDED_NUMEL,
     UNIT_NUMEL,
     UNIT_NUMEL_CPU,
     Block,
@@ -544,6 +545,7 @@ def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Bloc
         shard_params=zero.stage >= 3,
         bucket_numel=max(1, min(bucket, largest)),
         minimum_numel=max(4096, int(zero.stage3_module_granularity_threshold)),
+        divided_numel=int(zero.stage3_unit_size) or int(zero.stage3_max_live_parameters) or DIVIDED_NUMEL,
         persistence_numel=int(zero.stage3_param_persistence_threshold),
         all_persistent_numel=int(zero.stage3_model_persistence_threshold),
         tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),

@@ -146,7 +146,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class LogitShards(ABC):
-    """Says how ranks that have the logits of different words compute one loss."""
+    """Combines the results of ranks that have the logits of different words into one loss."""
 
     @abstractmethod
     def find(self, targets: Tensor, counts: Tensor, words: int) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,9 @@ class Zero(Section):
     """Maximum elements of all unsharded parameters; parameters beyond it are sharded."""
     stage3_max_live_parameters: Size = ok(1_000_000_000, "max_live_parameters")
     """Maximum unsharded elements at the same time. The default is larger for a model whose blocks need it."""
+    stage3_unit_size: Size = ok(0)
+    """Divide blocks with more elements than this into their modules, each gathered for its own computation
+    (zlaunch's own key). 0: as stage3_max_live_parameters."""
     stage3_max_reuse_distance: Size = always(
         1_000_000_000,
         "zlaunch reshards each unit after use, except the last one of the forward pass",

@@ -207,7 +207,7 @@ def _parameters(s: Setting) -> Amounts:
     if s.stage < 3:
         return Amounts(device=everything * s.dtype_bytes)
     root = s.blocks[0] if s.blocks else 0
-    rest = s.blocks[1:]
+    rest = [block for block in s.blocks[1:] if block]
     copied = -(-everything // s.copy_shards) if s.copy_shards else 0
     gathered = Amounts(device=(root + _most_gathered(rest, s.prefetch_numel) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..activation.tiles import changes_logits, find_head
 from ..comm.axis import Axis, Channel
+from ..comm.pending import DONE, Pending
 from ..comm.shard_spec import box_shape
 from ..errors import MemoryPlanError, ParameterError
 from ..mesh import MeshShape
@@ -29,12 +30,13 @@ from ..parallel.pipeline import LayerSequence, divide, find_layers, owners_of, w
 from ..parallel.plans import find_plan
 from ..parallel.tensor import Decision
 from ..parallel.tensor_axis import TensorAxis
-from ..zero.policy import UNIT_NUMEL, ShardingOptions, plan_blocks
+from ..zero.policy import DIVIDED_NUMEL, UNIT_NUMEL, ShardingOptions, plan_blocks
 
 # -- model sizes ------------------------------------------------------------------------------------
 
 
 Builder = Callable[[], nn.Module]
+Blocks = list[list[nn.Parameter]]
 SHARDED = ShardingOptions(shard_optimizer=True, shard_grads=True, shard_params=True)
 """Cuts a model into blocks as stage 3 does."""
 _HUB_NAME = re.compile(r"(?!.*\.json$)\w[\w.-]*(/\w[\w.-]*)?")
@@ -84,7 +86,8 @@ class ModelSizes:
 
 def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: int | None) -> ModelSizes:
     """Describe a transformer by its number of parameters, its width and its depth. A layer has 12 times the
-    square of the width (Kaplan et al., 2020, table 1); without both it is one block. Raises MemoryPlanError.
+    square of the width (Kaplan et al., 2020, table 1), of which attention has a third; without both it is one
+    block. Raises MemoryPlanError.
     """
     total = int(params)
     layer = 12 * hidden * hidden if hidden is not None else 0
@@ -97,8 +100,19 @@ def from_numbers(params: float, hidden: int | None, layers: int | None, vocab: i
             f"{layers} layers with hidden size {hidden} have {layer * layers:.4g} parameters, more than the "
             f"{total:.4g} of --params"
         )
-    blocks = (total - layer * layers, *[layer] * layers)
+    blocks = (total - layer * layers, *_parts_of_layer(hidden * hidden) * layers)
     return ModelSizes(name=name, blocks=blocks, hidden=hidden, layers=layers, vocab=vocab)
+
+
+def _parts_of_layer(square: int) -> list[int]:
+    """Return the sizes of the blocks that stage 3 divides a transformer's layer into; ``square`` is what a
+    rank has of a matrix of the width.
+    """
+    if 12 * square <= DIVIDED_NUMEL:
+        return [12 * square]
+    attention = [4 * square] if 4 * square <= DIVIDED_NUMEL else [square] * 4
+    mlp = [8 * square] if 8 * square <= DIVIDED_NUMEL else [4 * square] * 2
+    return attention + mlp
 
 
 def from_function(target: str) -> ModelSizes:
@@ -187,8 +201,8 @@ def _of_module(
         ) from error
     if not isinstance(model, nn.Module):
         raise MemoryPlanError(f"{name} returns {type(model).__name__}, not an nn.Module")
-    blocks = plan_blocks(model, SHARDED)
-    trainable = [sum(p.numel() for _, p in block.parameters if p.requires_grad) for block in blocks]
+    blocks = _blocks_of(model)
+    trainable = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
     frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
     language_model = causal_model(model)
     return ModelSizes(
@@ -271,7 +285,10 @@ def described(error: BaseException) -> str:
 # Describes what one rank has of a model whose layers, experts or stages several ranks share.
 
 
-Blocks = list[list[nn.Parameter]]
+def _blocks_of(model: nn.Module) -> Blocks:
+    """Return the parameters of each block at stage 3, the root block's first."""
+    root, *rest = ([p for _, p in block.parameters] for block in plan_blocks(model, SHARDED))
+    return [root, *filter(None, rest)]
 
 
 class _OneRankAxis(TensorAxis):
@@ -279,8 +296,8 @@ class _OneRankAxis(TensorAxis):
     values.
     """
 
-    def sum(self, tensor: Tensor, channel: Channel) -> Tensor:
-        return tensor
+    def begin_sum(self, tensor: Tensor, channel: Channel) -> Pending:
+        return DONE
 
     def max(self, tensor: Tensor, channel: Channel) -> Tensor:
         return tensor
@@ -311,7 +328,7 @@ def of_one_rank(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
         with torch.device("meta"):
             made = build()
         of_experts = _cut(made, mesh, with_experts=mesh.expert > 1)
-        blocks = [[parameter for _, parameter in block.parameters] for block in plan_blocks(made, SHARDED)]
+        blocks = _blocks_of(made)
         if mesh.pipeline > 1:
             blocks = _heaviest_stage(made, blocks, mesh.pipeline)
     except ParameterError as error:
@@ -366,7 +383,7 @@ def _heaviest_stage(model: nn.Module, blocks: Blocks, stages: int) -> Blocks:
 
 
 def _of_numbers(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
-    root, *layers = (-(-block // mesh.tensor) for block in model.blocks)
+    root, *blocks = (-(-block // mesh.tensor) for block in model.blocks)
     if mesh.expert > 1:
         raise MemoryPlanError(
             "sizes alone do not tell which parameters belong to experts: pass MODEL or --hf_config"
@@ -375,7 +392,10 @@ def _of_numbers(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
         raise MemoryPlanError(
             "the size of a pipeline stage depends on the layers: pass --hidden and --layers"
         )
-    if mesh.pipeline > len(layers):
-        raise MemoryPlanError(f"cannot split {len(layers)} layers into {mesh.pipeline} pipeline stages")
+    if model.hidden is not None and model.layers is not None:
+        if mesh.pipeline > model.layers:
+            raise MemoryPlanError(f"cannot split {model.layers} layers into {mesh.pipeline} pipeline stages")
+        parts = _parts_of_layer(-(-model.hidden * model.hidden // mesh.tensor))
+        blocks = parts * -(-model.layers // mesh.pipeline)
     # the words may be needed at both ends
-    return replace(model, blocks=(root, *layers[: -(-len(layers) // mesh.pipeline)]))
+    return replace(model, blocks=(root, *blocks))

@@ -52,8 +52,8 @@ class _Shared:
         self.work: Pending = DONE
         """The sum that has begun."""
         self._left: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        """What layers have left, by backward pass and layer: one pass may run inside of another, and one that
-        ends with an error leaves something for nobody.
+        """Holds the gradients and inputs that layers have left, by backward pass and layer: one pass may run
+        inside of another, and what a failed pass leaves is never taken.
         """
 
     def leave(self, layer: int, gradient: Tensor, value: Tensor) -> None:
@@ -189,7 +189,7 @@ class ColumnInput:
         self._axis = axis
         self._channel = channel
         self.nodes = _Shared()
-        """What the nodes of the value share."""
+        """Holds what the autograd nodes of the value share: the sum, and what layers have left."""
         self._layers = layers
         self.tokens: dict[int, Tensor] = {}
         """The tokens of layers whose weights train, by the layers' ids."""

@@ -80,9 +80,7 @@ class TensorAxis(Axis):
         self.watched: ActivationUses | None = None
         """Follows the activations of the pass that is going on, in the first passes."""
         self.column_input: ColumnInput | None = None
-        """What column layers have computed with last: see Note [Sums beside weight gradients] in
-        columns.py.
-        """
+        """Holds the last input of column layers: see Note [Sums beside weight gradients] in columns.py."""
         self.shard_rng: ShardRng | None = None
         """Seeds what modules between sharded layers draw; None without dropout."""
 

@@ -297,7 +297,7 @@ class Region:
         self.layers: list[nn.Linear] = []
         """Lists the layers whose weights may get their gradients beside the sum of the tokens'."""
         self.column_input: ColumnInput | None = None
-        """Those tokens during a call: see Note [Sums beside weight gradients] in columns.py."""
+        """Holds the gathered tokens during a call: see Note [Sums beside weight gradients] in columns.py."""
 
     def __deepcopy__(self, memo: Any) -> Region:
         return self

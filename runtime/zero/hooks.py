@@ -151,18 +151,27 @@ def _is_above(wanted: FrameType | None, frame: FrameType | None) -> bool:
 
 
 class OrderHint:
-    """Remembers which block followed which in the last complete pass."""
+    """Remembers which block followed which in the last complete pass. The recomputation of a block counts as
+    another block, ``~index``.
+    """
 
     def __init__(self) -> None:
         self.followers: dict[int, int] = {}
         """Maps each block to the one that followed it. Another object after each pass."""
         self.first: int | None = None
         """Holds the block that the last complete pass began with."""
+        self.late: set[int] = set()
+        """Holds the blocks that the last complete pass recomputed after their outputs had had gradients: they
+        are not used before.
+        """
         self._now: list[int] = []
+        self._late_now: set[int] = set()
         self._last: int | None = None
 
-    def visit(self, block: int) -> None:
-        """Note that ``block`` is used now."""
+    def visit(self, block: int, *, is_late: bool = False) -> None:
+        """Note that ``block`` is used now, or recomputed after its output had a gradient (``is_late``)."""
+        if is_late:
+            self._late_now.add(~block)
         if not self._now or self._now[-1] != block:
             self._now.append(block)
 
@@ -183,7 +192,9 @@ class OrderHint:
                 self.followers.setdefault(current, following)
             self.first = self._now[0]
             self._last = self._now[-1]
+            self.late = self._late_now
         self._now = []
+        self._late_now = set()
 
 
 class Prefetch:
@@ -234,7 +245,7 @@ class Prefetch:
             # The order may lead in a circle, where a block is used several times.
             if following is None or following == index or following in self._ahead:
                 break
-            units = [unit for unit in self._blocks[following].units if unit.shard_params]
+            units = [unit for unit in self._units(following) if unit.shard_params]
             if not self._start([unit for unit in units if unit.state is UnitState.SHARDED]):
                 break
             numel = sum(unit.numel for unit in units)
@@ -246,8 +257,12 @@ class Prefetch:
             last = following
         first = next((block for block, numel in self._ahead.items() if numel), None)
         if first is not None:
-            for unit in self._blocks[first].units:
+            for unit in self._units(first):
                 unit.make_room()
+
+    def is_ahead(self, block: int) -> bool:
+        """Tell whether a block is gathered ahead of its use."""
+        return block in self._ahead
 
     def used_first(self, order: OrderHint) -> list[Unit]:
         """Return the sharded units of the block that a pass begins with, and of those that are gathered ahead
@@ -259,7 +274,7 @@ class Prefetch:
         seen: set[int] = set()
         block = order.first
         while ahead < self.numel and block is not None and block not in seen:
-            own = [unit for unit in self._blocks[block].units if unit.shard_params]
+            own = [unit for unit in self._units(block) if unit.shard_params]
             size = sum(unit.numel for unit in own)
             total += size
             if total > self._max_live_numel:
@@ -277,7 +292,7 @@ class Prefetch:
             self._ahead_numel -= numel
             self._ahead_count -= numel > 0
             first = next((block for block, numel in self._ahead.items() if numel), None)
-            units = [] if first is None else self._blocks[first].units
+            units = [] if first is None else self._units(first)
             # The end of a GatheredParameters context inside the pass reshards what was ahead.
             if not any(unit.state is UnitState.SHARDED for unit in units):
                 return
@@ -285,6 +300,10 @@ class Prefetch:
         self._ahead.clear()
         self._ahead_numel = 0
         self._ahead_count = 0
+
+    def _units(self, block: int) -> list[Unit]:
+        """Return the units of a block in an ``OrderHint``."""
+        return self._blocks[~block if block < 0 else block].units
 
     def _is_enough(self) -> bool:
         """Tell whether enough is ahead: see Note [How far ahead]."""
@@ -330,11 +349,25 @@ class LossScaling:
         self.tokens: int | Tensor | None = None
         self.loss_is_scaled = False
         self._at_outputs = False
+        self._has_begun = False
+
+    def expect_scaled(self, tokens: int | Tensor | None) -> None:
+        """Note that the next backward pass starts at a loss multiplied already, a mean over ``tokens``."""
+        self.loss_is_scaled = True
+        self.tokens = tokens
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Begin a backward pass."""
+        if self._has_begun:
+            self.end()  # what is noted was for a pass that ended in an exception
+        self._has_begun = True
 
     def end(self) -> None:
         """Forget how the pass began."""
         self.loss_is_scaled = False
         self._at_outputs = False
+        self._has_begun = False
         self.tokens = None
 
     def at_output(self, grad: Tensor) -> Tensor | None:
@@ -349,25 +382,11 @@ class LossScaling:
 
     def of_parameter(self, grad: Tensor) -> Tensor:
         """Return a parameter's gradient as its part of the step, in a pass that did not begin at a scaled
-        self._has_begun = False
-
-    def expect_scaled(self, tokens: int | Tensor | None) -> None:
-        """Note that the next backward pass starts at a loss multiplied already, a mean over ``tokens``."""
-        self.loss_is_scaled = True
-        self.tokens = tokens
-        self._has_begun = False
-
-    def begin(self) -> None:
-        """Begin a backward pass."""
-        if self._has_begun:
-            self.end()  # what is noted was for a pass that ended in an exception
-        self._has_begun = True
         loss. Raises RuntimeError where it did not begin at the model's outputs either.
         """
         if self.factor is not None and not self._at_outputs:
             raise RuntimeError(
                 "fp16 needs engine.backward(loss), or engine.scale(loss).backward(): this backward pass does "
-        self._has_begun = False
                 "not start at the model's outputs, where zlaunch applies the loss scale"
             )
         share = self.micro_share()
@@ -443,6 +462,15 @@ class ShardedModel:
             from the root's output: queued inside a reentrant checkpoint it would run too early.
     Inside a backward pass (recomputation under activation checkpointing) forward hooks only gather: a
     recomputation may stop before the forward hook that would reshard.
+
+    Note [Parts of a block]
+        A block that is too large for one unit is divided (``policy.py``): its parts are blocks inside of a
+        block, and the rules above hold for each. One rule is different. If all parts stayed gathered in the
+        recomputation of a block, the whole block would be. So a part is resharded after its recomputation,
+        and gathered again for its gradient. The part whose gradient the recomputation is for is gathered
+        once, in the recomputation (``OrderHint.late``), and stays. torch keeps what a recomputation saves as
+        plain tensors; hooks above torch's keep a part's weights as places (``SavedTensors.enter_part``). The
+        backward order has recomputations as visits of their own, so that these gathers start early too.
     """
 
     def __init__(
@@ -468,6 +496,8 @@ class ShardedModel:
         self._block_of = {id(unit): block for block in blocks for unit in block.units}
         self._pass = Pass(one_thread=options.shard_params)
         comm.current_pass_id = self._pass.current_id
+        self._due: set[int] = set()
+        """Holds the blocks whose outputs have had gradients in this backward pass."""
         self._passed: list[Block] = []
         """Lists blocks with frozen units whose backward has begun; see _reshard_passed."""
         self._forward_order = OrderHint()
@@ -507,9 +537,11 @@ class ShardedModel:
         # forward pass must not leave units gathered.
         add(self.module.register_forward_pre_hook(_undisturbed(self._before_root), prepend=True))
         add(self.module.register_forward_hook(_at_end(self._after_root), always_call=True))
+        divided = {id(block.around) for block in self.blocks}
         for block in self.blocks:
             idle = not self.options.shard_optimizer and all(unit.trainable for unit in block.units)
-            if idle or not block.units:  # nothing to gather, no parameter that could be unfrozen
+            # nothing to gather, no parameter that could be unfrozen
+            if idle or not (block.units or id(block) in divided):
                 continue
             for module in block.modules:
                 if module is self.module:
@@ -580,6 +612,7 @@ class ShardedModel:
             return
         if self._pass.is_backward:
             self._reset_backward()  # the last one ended in an exception
+            self.loss_scaling.end()
         if self._pass.was_cut_off():
             self.abandon_forward()
         if not self._pass.depth:
@@ -612,7 +645,6 @@ class ShardedModel:
         armed = arm(output, self._begin_backward, self._at_output)
         self._forward_order.end()
         if not self.options.shard_params:
-            self.loss_scaling.end()
             return
         for tensor in tensors_in(output):
             unit = owner_of(tensor)
@@ -620,10 +652,17 @@ class ShardedModel:
                 self._kept.enter_context(unit.hold())
         # where the output does not tell, gradients may come nevertheless
         expected = armed or torch.is_grad_enabled()
-        needed = self._forward_order.is_last
         self._reshard_after_forward(
-            *(block for block in self.blocks if not expected or not (block.is_root or needed(block.index)))
+            *(
+                block
+                for block in self.blocks
+                if not expected or not (block.is_root or self._is_used_next(block))
+            )
         )
+
+    def _is_used_next(self, block: Block) -> bool:
+        """Tell whether the backward pass needs a block at once when the forward pass has ended."""
+        return self._forward_order.is_last(block.index) and block.index not in self._backward_order.late
 
     def _reshard_after_forward(self, *blocks: Block) -> None:
         if not self._unhooked:
@@ -633,11 +672,19 @@ class ShardedModel:
         def before(module: nn.Module, args: Any) -> None:
             if not self._pass.depth and self.before_forward is not None and not placeholder.in_backward():
                 self.before_forward()
+            recomputes = placeholder.in_backward()
             self._enter(module)
+            if block.around is not None and not self._saved.enter_part(module):
+                self._unhooked = True
             self._unshard(block)
-            if not block.is_root and self.options.shard_params and not placeholder.in_backward():
+            if block.is_root or not self.options.shard_params:
+                return
+            if not recomputes:
                 self._forward_order.visit(block.index)
                 self._prefetch.after(self._forward_order, block.index)
+            elif block.around is not None:
+                self._backward_order.visit(~block.index, is_late=block.index in self._due)
+                self._prefetch.after(self._backward_order, ~block.index)
 
         return before
 
@@ -645,16 +692,27 @@ class ShardedModel:
         def at_gradient() -> None:
             self._begin_backward()
             self._reshard_passed(block)
-            self._unshard(block)
-            self._backward_order.visit(block.index)
-            self._prefetch.after(self._backward_order, block.index)
+            self._due.add(block.index)
+            if block.index not in self._backward_order.late:
+                self._unshard(block)
+                self._backward_order.visit(block.index)
+                self._prefetch.after(self._backward_order, block.index)
+            if not any(unit.trainable for unit in block.units):
+                self._passed.append(block)  # no gradient will tell that it is used no more
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if block.around is not None:
+                self._saved.leave_part(module)
             self._saved.leave(module)
-            if placeholder.in_backward() or block.is_root:
+            if placeholder.in_backward():
+                needed = block.index in self._due or self._prefetch.is_ahead(block.index)
+                if block.around is not None and not needed:
+                    self._reshard_after_forward(block)
+                return
+            if block.is_root:
                 return
             armed = arm(output, at_gradient)
-            if not (armed and self._pass.depth and self._forward_order.is_last(block.index)):
+            if not (armed and self._pass.depth and self._is_used_next(block)):
                 self._reshard_after_forward(block)
 
         return after
@@ -672,6 +730,7 @@ class ShardedModel:
                 return
             self._reset_backward()  # the last one ended in an exception, and its graph is used once more
         self._pass.begin_backward()
+        self.loss_scaling.begin()
         self.reducer.begin()
         if not self._pass.depth:
             self._forward_order.end()
@@ -730,7 +789,6 @@ class ShardedModel:
         complete = self.reducer.add(unit, index, grad)
         if not complete or not unit.shard_params:
             return
-        self.loss_scaling.begin()
         block = self._block_of[id(unit)]
         if not block.is_root:
             if any(not other.trainable for other in block.units):
@@ -750,8 +808,10 @@ class ShardedModel:
         gradient, so such a unit cannot be resharded when it is complete.
         """
         if self._passed:
-            self._reshard(*(block for block in self._passed if block is not current))
-            self._passed = [block for block in self._passed if block is current]
+            # A part and the block around it often have the same output tensor.
+            begun = [block for block in self._passed if block.contains(current) or current.contains(block)]
+            self._reshard(*(block for block in self._passed if block not in begun))
+            self._passed = begun
 
     def _end_backward(self) -> None:
         if self._pass.depth and self.reducer.is_empty_pass:  # autograd.grad inside the forward pass
@@ -759,11 +819,15 @@ class ShardedModel:
             return
         self.reducer.finish()
         self._reset_backward()
+        self.loss_scaling.end()
 
     def _reset_backward(self) -> None:
         self._pass.end_backward()
         self._kept.close()
         self._backward_order.end()
+        if not self._pass.depth:
+            self._saved.reset()  # an interrupted recomputation has left its hooks
+        self._due.clear()
         self._passed.clear()
         self._unhooked = False
         self._reshard(*self.blocks)
@@ -791,7 +855,7 @@ class ShardedModel:
         """Gather a sharded parameter that no module hook announced, if inside a pass.
 
         Its unit joins the root block and stays unsharded until the pass ends, because the runtime cannot know
-        when backward needs it.
+        when backward needs it. The unit of a part joins the block around it.
         """
         assert isinstance(unit, Unit)
         if not self._pass.depth and not placeholder.in_backward():
@@ -800,9 +864,10 @@ class ShardedModel:
             self._begin_backward()
         block = self._block_of[id(unit)]
         if not block.is_root:
+            joined = block.around or self._root
             block.units.remove(unit)
-            self._root.units.append(unit)
-            self._block_of[id(unit)] = self._root
+            joined.units.append(unit)
+            self._block_of[id(unit)] = joined
         with outside_transforms():
             unit.wait_unsharded(rounded=True)
         return True
@@ -818,7 +883,6 @@ class ShardedModel:
 
     def used_first(self) -> list[Unit]:
         """Return the units whose gathers come first after a step: trained ones that stay whole (at stage 3
-        self.loss_scaling.end()
         all of them, because they are small), and what the next forward pass is likely to begin with.
         """
         whole: list[Unit] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,12 @@ def is_shardable(parameter: Tensor) -> bool:
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+DIVIDED_NUMEL = 1_000_000_000
+"""Sets the default size, in elements, above which stage 3 divides a block. It is DeepSpeed's default for
+stage3_max_live_parameters. A block of Llama-3.1-405B is three times as large, a block of the 70B smaller.
+"""
+
+
 UNIT_NUMEL = 16_000_000
 UNIT_NUMEL_CPU = 2_000_000
 """Limit the size up to which neighbouring blocks share a unit at stages 0 to 2; the config's
@@ -67,6 +73,8 @@ class ShardingOptions:
     """Stage 3: a block below this size joins the root unit, which stays gathered through a whole step."""
     persistence_numel: int = 0
     """Stage 3: a unit of at most this size is not sharded."""
+    divided_numel: int = DIVIDED_NUMEL
+    """Stage 3: a block above this size is divided by its modules."""
     all_persistent_numel: int = sys.maxsize
     """Stage 3: limits the elements of such units together; the first ones are kept."""
     tile_numel: int = TILE_NUMEL
@@ -74,7 +82,7 @@ class ShardingOptions:
     poison: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """Groups modules that are used together, and their units. The root block's units serve the whole pass."""
 
@@ -83,11 +91,20 @@ class Block:
     modules: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter]]
     is_root: bool = False
+    around: Block | None = None
+    """Holds the block that this one is a part of, which was too large for one unit."""
     units: list[Unit] = field(default_factory=list)
 
     @property
     def numel(self) -> int:
         return sum(shard_numel(p, placeholder.shape_of(p)) for _, p in self.parameters)
+
+    def contains(self, other: Block) -> bool:
+        """Tell whether ``other`` is this block, or a part of it."""
+        inner: Block | None = other
+        while inner is not None and inner is not self:
+            inner = inner.around
+        return inner is self
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -146,7 +163,9 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
             continue
         taken.update(id(p) for p in own)
         before = blocks[-1] if blocks else None
-        if not options.shard_params and before and before.numel + block.numel <= options.bucket_numel:
+        if options.shard_params:
+            blocks += _divide(block, options)
+        elif before and before.numel + block.numel <= options.bucket_numel:
             before.modules += block.modules
             before.parameters += block.parameters
         else:
@@ -157,6 +176,45 @@ def plan_blocks(root: nn.Module, options: ShardingOptions) -> list[Block]:
     for index, block in enumerate(result):
         block.index = index
     return result
+
+
+_WHOLE = (nn.MultiheadAttention,)
+"""Lists modules that use their children's parameters without calling them."""
+
+
+def _divide(block: Block, options: ShardingOptions) -> list[Block]:
+    """Divide a block that is too large for one unit by the modules that it calls. Return it, with the
+    parameters that no part has, and the parts, which may be divided again.
+
+    The block stays in the list without parameters too: a part that turns out to be used without a call is
+    gathered with it from then on.
+    """
+    module = block.modules[0]
+    if block.numel <= options.divided_numel or is_leaf(module) or isinstance(module, _WHOLE):
+        return [block]
+    children = {id(child): (name, child) for name, child in _called_children(module, block.name)}
+    users: dict[int, int] = {}
+    for _, child in children.values():
+        for parameter in child.parameters():
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    parts: list[Block] = []
+    for name, child in children.values():
+        ids = {id(p) for p in child.parameters() if users[id(p)] == 1}
+        own = [(key, p) for key, p in block.parameters if id(p) in ids]
+        part = Block(0, name, [child], own, around=block)
+        if own and part.numel >= options.minimum_numel:
+            block.parameters = [(key, p) for key, p in block.parameters if id(p) not in ids]
+            parts += _divide(part, options)
+    return [block, *parts]
+
+
+def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module, and of a list the members: nobody calls the list."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not is_leaf(child):
+            yield from _called_children(child, f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}", child
 
 
 def _root_modules(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ..environment import read_environment
 from ..errors import UnsupportedError
@@ -62,7 +63,13 @@ def _follow() -> Callable[[], Hooks | None]:
         entered.hooks.append((pack, unpack))
 
     def pop() -> None:
-        real_pop()
+        try:
+            real_pop()
+        except RuntimeError:
+            # torch has dropped them: the backward pass in which they were pushed ended in an exception
+            if not entered.hooks:
+                raise
+            entered.hooks.clear()
         if entered.hooks:  # empty where torch brought them to a thread of the backward pass
             entered.hooks.pop()
 
@@ -170,6 +177,8 @@ class SavedTensors:
         self._depth = 0
         self._outer: Hooks | None = None
         self._hooks = (self._pack, self._unpack)
+        self._parts: list[tuple[object, Hooks, Hooks]] = []
+        """Lists the parts that are called in a region that torch recomputes, with our hooks and torch's."""
         self._enabled = read_environment().saved_tensor_hooks
 
     def watch(self, units: Iterable[Unit]) -> None:
@@ -211,10 +220,50 @@ class SavedTensors:
             return
         self._depth -= 1
         if self._depth == 0:
-            self.reset()
+            self._deactivate()
+
+    def enter_part(self, module: object) -> bool:
+        """Begin a call of a divided block's part. Returns False as :meth:`enter`.
+
+        In a region that torch recomputes, torch's hooks would keep the part's weights themselves from the
+        recomputation to their gradients. Ours go above them here, in the region's first run and in its
+        recomputations, so torch counts the same tensors in each: all but the weights, which are places.
+        """
+        below = top()
+        if below is None or not self._units or not _is_recomputed(below[0]):
+            return True
+        if not self._enabled or not allowed():
+            return False
+
+        def pack(tensor: Tensor) -> _Place | _Foreign:
+            return self._place(tensor) or _Foreign(below[0](tensor), below[1])
+
+        hooks = pack, self._unpack
+        push(hooks)
+        self._parts.append((module, hooks, below))
+        return True
+
+    def leave_part(self, module: object) -> None:
+        """End a call of a part."""
+        if self._parts and self._parts[-1][0] is module:
+            self._parts.pop()
+            pop()
 
     def reset(self) -> None:
-        """Deactivate the hooks, if they are active."""
+        """Deactivate the hooks, if they are active.
+
+        Where calls of parts were cut off (for an interrupt torch calls no module hooks), torch's contexts
+        have deactivated the top hooks at their ends, ours in place of their own: as many are left as parts.
+        """
+        left = [pair[0] for _, hooks, below in self._parts for pair in (hooks, below)]
+        for _ in self._parts:
+            active = top()
+            if active is not None and active[0] in left:
+                pop()
+        self._parts.clear()
+        self._deactivate()
+
+    def _deactivate(self) -> None:
         if self._owner is None:
             return
         self._owner = None
@@ -224,15 +273,22 @@ class SavedTensors:
             pop()
 
     def _pack(self, tensor: Tensor) -> _Place | _Kept | _Foreign:
-        try:
-            unit = self._units.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory
-            unit = None
-        if unit is not None and tensor.dtype == unit.dtype and not tensor.is_neg():
-            return _Place(unit, tensor)
+        place = self._place(tensor)
+        if place is not None:
+            return place
         if self._outer is not None:
             return _Foreign(self._outer[0](tensor), self._outer[1])
         return _Kept(tensor)
+
+    def _place(self, tensor: Tensor) -> _Place | None:
+        """Return the place of a tensor on a unit's memory; None for others."""
+        try:
+            unit = self._units.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without memory
+            return None
+        if unit is None or tensor.dtype != unit.dtype or tensor.is_neg():
+            return None
+        return _Place(unit, tensor)
 
     def _unpack(self, packed: _Place | _Kept | _Foreign) -> Tensor:
         if type(packed) is _Place:
@@ -283,13 +339,20 @@ _NO_CHANGE = nullcontext()
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context that works on real tensors, also within ``torch.func`` transforms."""
+    """Return a context that works on real tensors, also within ``torch.func`` transforms, and hides what it
+    does from selective checkpoints: they count operations, and a recomputation gathers other blocks ahead.
+    """
     # A transform may begin and end inside a pass, so each hook that moves units asks; it asks once for all
     # of them, and outside of transforms the question is all that it costs.
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not transformed and not torch._C._len_torch_dispatch_stack():
         return _NO_CHANGE
-    cleared: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
-    return cleared
+    contexts = ExitStack()
+    if transformed:
+        contexts.enter_context(temporarily_clear_interpreter_stack())
+    if any(_is_recomputed(type(mode)) for mode in _get_current_dispatch_mode_stack()):
+        contexts.enter_context(_disable_current_modes())
+    return contexts
 
 
 def explained(error: BaseException) -> UnsupportedError | None:

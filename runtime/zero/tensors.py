@@ -29,6 +29,22 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
 
 
+class _Once:
+    """Calls a handler at the first of two gradients in a backward pass: a view's, and its base's."""
+
+    __slots__ = ("_handler", "_last_pass")
+
+    def __init__(self, handler: Callable[[], None]) -> None:
+        self._handler = handler
+        self._last_pass = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if number != self._last_pass:
+            self._last_pass = number
+            self._handler()
+
+
 def arm(
     output: Any,
     handler: Callable[[], None],
@@ -38,17 +54,13 @@ def arm(
 
     ``at_output`` is called instead for the tensors themselves, and may return another gradient.
     """
-
-    def hook(grad: Tensor) -> Tensor | None:
-        handler()
-        return None
-
     armed = False
     hooked: set[int] = set()
     for tensor in tensors_in(output):
         if not tensor.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             continue
         armed = True
+        hook = _Once(handler)
         # a view that is modified in place later is rebuilt from its base, and the hook on the view is lost
         for target, function in ((tensor, at_output or hook), (tensor._base, hook)):
             if target is None or not target.requires_grad or target.is_leaf or id(target) in hooked:

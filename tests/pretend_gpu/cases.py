@@ -46,6 +46,9 @@ BOTH: dict[str, Any] = {**SHARED, "parallel": {"tensor": 2, "expert": 2}}
 PIPED: dict[str, Any] = {"parallel": {"pipeline": 2}}
 SPLIT: dict[str, Any] = {"parallel": {"sequence": 2}}
 STEPPING: dict[str, Any] = {"step_in_backward": True}
+PARTS: dict[str, Any] = {"stage3_unit_size": 10_000}
+"""Divides each layer, whose two matrices are units then."""
+RECOMPUTED: dict[str, Any] = {**BF16, "activation_checkpointing": {"partition_activations": False}}
 NARROW: dict[str, Any] = {
     "bf16": {"enabled": True, "master_weights": "stochastic"},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "state_dtype": "int8"}},
@@ -234,6 +237,9 @@ CASES = {
             for stage in (0, 1)
         ),
         Case("stage 3 accumulated on two", 3, options=BF16, accumulation=2, world=2),
+        Case("stage 3 parts on two", 3, PARTS, BF16, world=2),
+        Case("stage 3 parts recomputed on two", 3, PARTS, RECOMPUTED, world=2),
+        Case("stage 3 parts host both recomputed on two", 3, {**PARTS, **HOST_BOTH}, RECOMPUTED, world=2),
         Case("stage 2 host on two", 2, HOST, BF16, world=2, more_waits=(ARRIVAL, UPLOAD)),
         Case("stage 3 host both on two", 3, HOST_BOTH, BF16, world=2),
         Case("stage 3 disk both on two", 3, DISK_BOTH, BF16, world=2),

@@ -182,7 +182,7 @@ def test_what_it_needs_is_said_and_the_hosts_memory_counts(capsys: pytest.Captur
     assert main(["init", *words(gpus="8", gpu_mem="24"), "--host_mem", "64", "--force"]) == 0
     said["64"] = capsys.readouterr().out.splitlines()[0]
     assert "host memory" not in said["64"] and "offload" not in said["64"]
-    assert main(["init", *words(gpus="1", params="700B"), "--host_mem", "8", "--force"]) == 2
+    assert main(["init", *words(gpus="1", params="70T"), "--host_mem", "8", "--force"]) == 2
     assert "with any stage or offload to 8 GiB a node" in capsys.readouterr().err
 
 
