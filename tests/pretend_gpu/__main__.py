@@ -15,11 +15,10 @@ import os
 import sys
 from typing import Any
 
+from tests.limits import LIMIT_S
+
 from . import device
 from .threads import meeting
-
-_LIMIT_S = 240
-"""Then the stacks say where it hangs."""
 
 
 def main() -> None:
@@ -28,7 +27,6 @@ def main() -> None:
     parser.add_argument("--kernels", default="", help="a library of our kernels; without it their twins run")
     parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True)
     device.install()
     from zlaunch.runtime.offload.disk import DiskTransfer
 
@@ -42,6 +40,8 @@ def main() -> None:
     waiting.wait = meeting(waiting.wait)
     runs = [(MUTATIONS[each][0], each) for each in options.mutations]
     for name, mutation in runs + [(name, "") for name in options.cases]:
+        # each case has the whole limit, however many there are; its end shows the stacks of one that hangs
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         for each in launched:
             each.launched.clear()
         try:

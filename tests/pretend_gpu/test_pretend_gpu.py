@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import MATRIX_LIMIT_S
 from tests.pretend_gpu.cases import CASES
 from tests.pretend_gpu.mutations import MUTATIONS
 from tests.pretend_gpu.ranks import Ranks
@@ -17,7 +18,6 @@ from tests.selection import sampled_positions
 from tests.unit.cuda_ops.test_kernels_shim import built
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 300
 GROUPS = {
     "on the device": [n for n, c in CASES.items() if c.world == 1 and (not c.zero or "stepping" in n)],
     "host": [
@@ -45,7 +45,7 @@ def ranks() -> Ranks:
 
 def run(*arguments: str, world: int) -> list[dict[str, Any]]:
     """What ranks of `python -m tests.pretend_gpu` have found, case by case, rank by rank."""
-    codes, said = ranks().run("tests.pretend_gpu", arguments, world=world, limit_s=LIMIT_S)
+    codes, said = ranks().run("tests.pretend_gpu", arguments, world=world, limit_s=MATRIX_LIMIT_S)
     assert codes == [0] * world, said
     return [json.loads(line) for text in said for line in text.splitlines() if line.startswith("{")]
 
@@ -144,28 +144,10 @@ def test_our_kernels_are_in_order_and_train_as_their_twins(tmp_path_factory: pyt
             assert found["losses"] == pytest.approx(twin["losses"], rel=1e-3), name
 
 
-@functools.cache
-def without_waits() -> dict[str, list[dict[str, Any]]]:
-    """The findings of the cases of one rank, each with a wait that is left out, by one process; and by the
-    empty name those of the same cases as they are, afterwards. Several ranks may be out of step by then.
-    """
-    names = [name for name in MUTATIONS if CASES[MUTATIONS[name][0]].world == 1]
-    cases = dict.fromkeys(MUTATIONS[name][0] for name in names)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for each in run(*cases, "--mutations", *names, world=1):
-        found.setdefault(each["mutation"], []).append(each)
-    return found
-
-
 @pytest.mark.exhaustive
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wait_that_is_left_out_is_missed(name: str) -> None:
     world = CASES[MUTATIONS[name][0]].world
-    found = without_waits()[name] if world == 1 else run("--mutations", name, world=world)
+    found = run("--mutations", name, world=world)
     assert any(result["races"] for result in found), found
-
-
-@pytest.mark.exhaustive
-def test_what_was_missed_is_not_found_where_nothing_is_left_out() -> None:
-    assert not [found for found in without_waits()[""] if found.get("error") or found["races"]]
