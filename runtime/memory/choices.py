@@ -178,7 +178,7 @@ def compare(
             blocks=blocks,
             experts=model.experts,
             expert_shards=machines.shards // machines.axes.expert,
-            frozen=model.frozen,
+            frozen_blocks=model.frozen_blocks if choice.stage == 3 else [model.frozen],
             dtype_bytes=dtype_bytes,
             states=states,
             master_bytes=wide_bytes,

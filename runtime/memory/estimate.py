@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from ...cuda_ops.narrow_state import STATE_BYTES
@@ -54,8 +55,8 @@ class Setting:
     world_size: int
     blocks: Sequence[int]
     """Trainable elements of each block, the root block first."""
-    frozen: int
-    """Elements that no optimizer updates."""
+    frozen_blocks: Sequence[int] = ()
+    """Elements of each block that no optimizer updates, in the same order; the last blocks may have none."""
     dtype_bytes: int
     """Bytes of a parameter's element while it computes."""
     states: float
@@ -97,6 +98,15 @@ class Setting:
     @property
     def trainable(self) -> int:
         return sum(self.blocks)
+
+    @property
+    def frozen(self) -> int:
+        return sum(self.frozen_blocks)
+
+    @property
+    def gathered(self) -> list[int]:
+        """Return the elements of each block as stage 3 gathers it, the frozen ones included."""
+        return [own + frozen for own, frozen in zip_longest(self.blocks, self.frozen_blocks, fillvalue=0)]
 
     @property
     def part(self) -> int:
@@ -157,7 +167,7 @@ def peak(s: Setting, present: Amounts) -> Amounts:
     alias = s.dtype_bytes == s.master_bytes and s.stage < 3
     masters = 0 if alias else (own - away) * s.master_bytes
     made = found.parameters.device + masters
-    largest = max([*s.blocks, s.frozen if not s.trainable else 0], default=0)
+    largest = max(s.gathered, default=0)
     start = max(present.device, made) + largest * (_ACCUMULATE_BYTES + s.dtype_bytes)
     total = found.total
     return replace(total, device=max(total.device, start), host=max(total.host, present.host))
@@ -206,8 +216,8 @@ def _parameters(s: Setting) -> Amounts:
     everything = s.trainable + s.frozen
     if s.stage < 3:
         return Amounts(device=everything * s.dtype_bytes)
-    root = s.blocks[0] if s.blocks else 0
-    rest = [block for block in s.blocks[1:] if block]
+    root, *others = s.gathered or [0]
+    rest = [block for block in others if block]
     copied = -(-everything // s.copy_shards) if s.copy_shards else 0
     gathered = Amounts(device=(root + _most_gathered(rest, s.prefetch_numel) + copied) * s.dtype_bytes)
     own_frozen = -(-s.frozen // s.world_size)

@@ -51,7 +51,8 @@ class ModelSizes:
     name: str
     blocks: tuple[int, ...]
     """Counts the trainable elements of each block, the root block first, as stage 3 cuts them."""
-    frozen: int = 0
+    frozen_blocks: tuple[int, ...] = ()
+    """Counts the other elements of each block, in the same order; the last blocks may have none."""
     experts: int = 0
     """Counts the trainable elements of experts that only some ranks have."""
     hidden: int | None = None
@@ -70,6 +71,10 @@ class ModelSizes:
     def numel(self) -> int:
         """Return the elements of all parameters."""
         return sum(self.blocks) + self.frozen
+
+    @property
+    def frozen(self) -> int:
+        return sum(self.frozen_blocks)
 
     def blocks_at(self, stage: int) -> Sequence[int]:
         """Return the sizes of the blocks at a stage: below 3, small neighbours share one."""
@@ -202,13 +207,11 @@ def _of_module(
     if not isinstance(model, nn.Module):
         raise MemoryPlanError(f"{name} returns {type(model).__name__}, not an nn.Module")
     blocks = _blocks_of(model)
-    trainable = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
-    frozen = sum(p.numel() for p in model.parameters()) - sum(trainable)
     language_model = causal_model(model)
     return ModelSizes(
         name=name,
-        blocks=tuple(trainable),
-        frozen=frozen,
+        blocks=_numels(blocks, trainable=True),
+        frozen_blocks=_numels(blocks, trainable=False),
         vocab=vocab,
         build=build,
         is_language_model=is_language_model,
@@ -291,6 +294,11 @@ def _blocks_of(model: nn.Module) -> Blocks:
     return [root, *filter(None, rest)]
 
 
+def _numels(blocks: Blocks, *, trainable: bool) -> tuple[int, ...]:
+    """Count the elements of each block that an optimizer updates, or the others."""
+    return tuple(sum(p.numel() for p in block if p.requires_grad is trainable) for block in blocks)
+
+
 class _OneRankAxis(TensorAxis):
     """Replaces the tensor axis when there is one process: results have the sizes of a real axis, and other
     values.
@@ -335,12 +343,11 @@ def of_one_rank(model: ModelSizes, mesh: MeshShape) -> ModelSizes:
         raise MemoryPlanError(f"{model.name}: {error}") from None
     except (Exception, SystemExit) as error:
         raise MemoryPlanError(f"{model.name} cannot be split: {described(error)}") from error
-    trainable = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
     held = [parameter for block in blocks for parameter in block]
     return replace(
         model,
-        blocks=tuple(trainable),
-        frozen=sum(p.numel() for p in held) - sum(trainable),
+        blocks=_numels(blocks, trainable=True),
+        frozen_blocks=_numels(blocks, trainable=False),
         experts=sum(p.numel() for p in held if p.requires_grad and id(p) in of_experts),
         build=shared,
     )

@@ -107,10 +107,7 @@ def preflight(
         MemoryPlanError: on every rank, if the plan is enforced and does not fit on one of them.
     """
     parameters = [parameter for block in blocks for _, parameter in block.parameters]
-    trainable = [
-        sum(placeholder.shape_of(p).numel() for _, p in block.parameters if p.requires_grad)
-        for block in blocks
-    ]
+    trainable = _numels(blocks, trainable=True)
     widest = max((p.dtype.itemsize for p in parameters), default=4)
     stage = options.shard_optimizer + options.shard_grads + options.shard_params
     dtype_bytes = precision.dtype.itemsize if precision.dtype is not None else widest
@@ -127,7 +124,7 @@ def preflight(
             if p.requires_grad and comm.find_shard_link(p)[0] is comm.experts
         ),
         expert_shards=comm.experts.size if comm.experts is not None else 1,
-        frozen=sum(placeholder.shape_of(p).numel() for p in parameters) - sum(trainable),
+        frozen_blocks=_numels(blocks, trainable=False),
         dtype_bytes=dtype_bytes,
         states=mean_state_count(optimizer, lambda parameter: placeholder.shape_of(parameter).numel()),
         master_bytes=dtype_bytes if offload.narrow_masters else 4,
@@ -183,6 +180,14 @@ def preflight(
         if text is not None and comm.rank == 0:
             warn(f"rank {rank}: {text} Training all the same, as memory_plan asks for")
     return setting, free
+
+
+def _numels(blocks: Sequence[Block], *, trainable: bool) -> list[int]:
+    """Count the elements of each block that require gradients, or the others."""
+    return [
+        sum(placeholder.shape_of(p).numel() for _, p in block.parameters if p.requires_grad is trainable)
+        for block in blocks
+    ]
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> float:

@@ -67,9 +67,7 @@ def test_a_rank_has_gradients_of_few_units(stage: int, world: int) -> None:
 
 def test_the_estimate_counts_the_units_in_flight() -> None:
     blocks = [1000, *[500] * 10]
-    setting = Setting(
-        stage=3, world_size=2, blocks=blocks, frozen=0, dtype_bytes=2, states=2, offload=OffloadOptions()
-    )
+    setting = Setting(stage=3, world_size=2, blocks=blocks, dtype_bytes=2, states=2, offload=OffloadOptions())
     assert plan(setting).gradients.device == 2 * (1000 + 500 + 500) + 4 * 3000
     stepping = replace(setting, steps_in_backward=True)
     assert plan(stepping).gradients.device == 2 * (1000 + 500 + 500) + 4 * (500 + 250)

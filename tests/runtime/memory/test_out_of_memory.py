@@ -74,7 +74,6 @@ def adviser(
         stage=stage,
         world_size=world,
         blocks=[0, *[10**9] * 4],
-        frozen=0,
         dtype_bytes=2,
         states=2,
         offload=options,

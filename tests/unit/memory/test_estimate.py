@@ -41,9 +41,7 @@ PLENTY = Amounts(1 << 60, 1 << 60, 1 << 60, 1 << 60)
 
 def setting(stage: int, world: int = 1, **options: object) -> Setting:
     offload = OffloadOptions(**options)  # type: ignore[arg-type]
-    return Setting(
-        stage=stage, world_size=world, blocks=BLOCKS, frozen=0, dtype_bytes=2, states=2, offload=offload
-    )
+    return Setting(stage=stage, world_size=world, blocks=BLOCKS, dtype_bytes=2, states=2, offload=offload)
 
 
 def test_bf16_adam_is_the_papers_table() -> None:
@@ -59,12 +57,20 @@ def test_bf16_adam_is_the_papers_table() -> None:
     assert three == (N // w) * 16 + gathered + buckets
 
 
-def test_frozen_parameters_are_sharded_at_stage_3_alone() -> None:
+def test_frozen_parameters_are_sharded_at_stage_3_alone_and_gathered_with_their_block() -> None:
     world, frozen = 8, 8_000_001
-    for stage, kept in ((0, frozen), (2, frozen), (3, 1_000_001)):
+    gathered = 3 * frozen
+    for stage, kept in ((0, 5 * frozen), (2, 5 * frozen), (3, 5 * 1_000_001 + gathered)):
         without = setting(stage, world)
-        more = plan(replace(without, frozen=frozen)).total.device - plan(without).total.device
-        assert more == 2 * kept, stage
+        each = replace(without, frozen_blocks=[0, *[frozen] * 5])
+        assert plan(each).total.device - plan(without).total.device == pytest.approx(2 * kept, abs=16), stage
+
+
+def test_adapters_beside_frozen_layers_gather_whole_layers() -> None:
+    layers = setting(3, 8)
+    adapters = replace(layers, blocks=[0, *[1000] * 33], frozen_blocks=BLOCKS)
+    frozen = plan(adapters).parameters.device - 2 * -(-N // 8)
+    assert frozen == plan(layers).parameters.device + 2 * 3000
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -143,7 +149,13 @@ def test_amounts_are_never_negative_and_shrink_with_ranks(
         parameters = Tier.DEVICE
     offload = OffloadOptions(optimizer=optimizer, parameters=parameters, ratio=ratio)
     one = Setting(
-        stage=stage, world_size=world, blocks=blocks, frozen=5, dtype_bytes=2, states=2, offload=offload
+        stage=stage,
+        world_size=world,
+        blocks=blocks,
+        frozen_blocks=[5],
+        dtype_bytes=2,
+        states=2,
+        offload=offload,
     )
     more = plan(replace(one, world_size=2 * world)).total
     total = plan(one).total
