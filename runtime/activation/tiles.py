@@ -182,7 +182,7 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(logits):
             wide = logits[rows].to(dtype)
             norms[rows] = torch.logsumexp(wide, -1)
-            chosen[rows] = wide.gather(1, places[rows].unsqueeze(1)).squeeze(1)
+            chosen[rows] = pick(wide, places[rows], targets[rows])
         if shards is not None:
             norms, chosen = shards.join(norms, torch.where(is_here, chosen, 0))
         ctx.shards = shards
@@ -243,6 +243,19 @@ def whole_cross_entropy(
         return shards.whole_loss(logits, targets, ignore_index)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return functional.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="sum")
+
+
+def pick(logits: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+    """Return the logit of each row (n, words) at its place (n). Raises IndexError for a place that is no
+    word, as torch's cross_entropy does; it names the target, which is another number where ranks share words.
+    """
+    try:
+        return logits.gather(1, places.unsqueeze(1)).squeeze(1)
+    except RuntimeError:  # on a GPU, the lookup ends the process instead
+        outside = (places < 0) | (places >= logits.shape[1])
+        if not outside.any():
+            raise
+        raise IndexError(f"Target {int(targets[outside][0])} is out of bounds.") from None
 
 
 def _check_lengths(logits: Tensor, targets: Tensor) -> None:

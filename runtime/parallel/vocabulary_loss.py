@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..activation.tiles import IGNORED, LogitShards, chunked_cross_entropy, whole_cross_entropy
+from ..activation.tiles import IGNORED, LogitShards, chunked_cross_entropy, pick, whole_cross_entropy
 from .collectives import reduce_from
 from .tensor_axis import LAYER, TensorAxis
 
@@ -98,6 +98,6 @@ class VocabularyLoss(LogitShards):
         shift = self.axis.max(wide.detach().amax(-1), LAYER)
         sums = (wide - shift.unsqueeze(-1)).exp().sum(-1)
         total = reduce_from(sums, self.axis, LAYER, owned=True)
-        picked = wide.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+        picked = pick(wide, places, targets)
         chosen = reduce_from(picked.masked_fill(~is_here, 0), self.axis, LAYER, owned=True)
         return (total.log() + shift - chosen).masked_fill(~counts, 0).sum()

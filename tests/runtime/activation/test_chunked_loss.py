@@ -208,6 +208,15 @@ def test_other_numbers_of_labels_than_logits_are_refused(rows: int) -> None:
         chunked_cross_entropy(torch.randn(rows, VOCAB).bfloat16(), torch.zeros(8, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("word", [VOCAB, -1])
+@pytest.mark.parametrize("rows", [2, 8], ids=["whole", "chunks"])
+def test_a_target_that_is_no_word_is_torchs_error(rows: int, word: int) -> None:
+    targets = torch.zeros(rows, dtype=torch.int64)
+    targets[1] = word
+    with pytest.raises(IndexError, match=f"^Target {word} is out of bounds"):
+        chunked_cross_entropy(torch.randn(rows, VOCAB).bfloat16(), targets)
+
+
 def test_logits_that_are_changed_before_the_backward_pass_are_an_error_with_advice() -> None:
     logits = torch.randn(8, VOCAB).bfloat16().requires_grad_()
     output = logits * 1
