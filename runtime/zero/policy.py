@@ -111,8 +111,14 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+class Tiles(nn.ModuleList):
+    """Holds the tiles of one layer. They are parts of a block that is too large, but no blocks by themselves,
+    as the members of other lists are.
+    """
+
+
 def _holds_blocks(module: nn.Module, containers: tuple[type[nn.Module], ...]) -> bool:
-    if is_leaf(module):
+    if is_leaf(module) or isinstance(module, Tiles):
         return False
     if isinstance(module, containers) and sum(_has_parameters(c) for c in module.children()) > 1:
         return True

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from ..environment import read_environment
 from ..errors import UnsupportedError
+from . import placeholder
 from .unit import Unit
 
 # -- saved tensor hooks -----------------------------------------------------------------------------
@@ -109,9 +110,11 @@ _sharded: WeakValueDictionary[int, Unit] = WeakValueDictionary()
 class _Place:
     """Describes a view of a unit's flat buffer that the graph will need."""
 
-    __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit")
+    __slots__ = ("_generation", "_parameter", "_size", "_start", "_stride", "_unit", "part")
 
     def __init__(self, unit: Unit, tensor: Tensor) -> None:
+        self.part: _PartCall | None = None
+        """Holds what the call of the part has saved, in a region that torch recomputes."""
         self._unit = unit
         self._generation = unit.generation
         self._size = tensor.size()
@@ -127,6 +130,8 @@ class _Place:
                 f"the backward pass needs the value of {name} from its forward pass, but an optimizer step, "
                 "a load, unfreezing or engine.destroy() has changed it: call backward before these"
             )
+        if self.part is not None:
+            self.part.recompute()
         unit.wait_unsharded(rounded=True)
         # by way of the parameter, whose version counter a step moves and a gather does not
         own = unit.parameters[self._parameter].detach()
@@ -156,14 +161,49 @@ class _Kept:
 class _Foreign:
     """Keeps a tensor that the hooks around these have packed."""
 
-    __slots__ = ("_packed", "_unpack")
+    __slots__ = ("_early", "_packed", "_unpack", "_unpacked_in")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self._packed = packed
         self._unpack = unpack
+        self._unpacked_in = -1
+        """Holds the number of the backward pass that has unpacked it: torch allows each to do so once."""
+        self._early: Tensor | None = None
+        """Holds the tensor from an early unpacking to its use."""
+
+    def fetch(self) -> None:
+        """Unpack the tensor before its use, unless this backward pass has unpacked it."""
+        if self._unpacked_in != placeholder.backward_number():
+            self._early = self.tensor()
 
     def tensor(self) -> Tensor:
+        early = self._early
+        self._early = None
+        number = placeholder.backward_number()
+        if early is not None and self._unpacked_in == number:
+            return early
+        self._unpacked_in = number
         return self._unpack(self._packed)
+
+
+class _PartCall:
+    """Leads from a part's weights to the recomputation of its call.
+
+    Whether autograd unpacks the weight of a product or its input first depends on the operation (``mm`` has
+    the weight first, ``addmm`` the input). A weight that is gathered before the recomputation would stay
+    through all of it, beside the parts that it gathers.
+    """
+
+    __slots__ = ("saved",)
+
+    def __init__(self) -> None:
+        self.saved: _Foreign | None = None
+        """Holds the first tensor that the call has saved, besides weights."""
+
+    def recompute(self) -> None:
+        """Let torch recompute the region, unless this backward pass has."""
+        if self.saved is not None:
+            self.saved.fetch()
 
 
 class SavedTensors:
@@ -235,8 +275,16 @@ class SavedTensors:
         if not self._enabled or not allowed():
             return False
 
+        call = _PartCall()
+
         def pack(tensor: Tensor) -> _Place | _Foreign:
-            return self._place(tensor) or _Foreign(below[0](tensor), below[1])
+            place = self._place(tensor)
+            if place is not None:
+                place.part = call
+                return place
+            saved = _Foreign(below[0](tensor), below[1])
+            call.saved = call.saved or saved
+            return saved
 
         hooks = pack, self._unpack
         push(hooks)

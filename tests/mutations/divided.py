@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 _DIVIDED = ("tests/runtime/zero/test_divided_blocks.py",)
+_TILED = ("tests/runtime/zero/test_tiled_linear.py",)
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -12,6 +13,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if own and part.numel >= options.minimum_numel:",
         "        if False:",
         "a block that is too large stays whole",
+        _DIVIDED,
+    ),
+    Mutation(
+        "runtime/zero/policy.py",
+        " or isinstance(module, Tiles):",
+        ":",
+        "tiles of a small layer are gathered one at a time",
+        _TILED,
+    ),
+    Mutation(
+        "runtime/zero/saved_tensors.py",
+        "                place.part = call\n",
+        "",
+        "a weight is gathered before the recomputation of its product",
+        _TILED,
+    ),
+    Mutation(
+        "runtime/zero/saved_tensors.py",
+        "        if self._unpacked_in != placeholder.backward_number():",
+        "        if True:",
+        "a tensor is unpacked a second time in a pass",
         _DIVIDED,
     ),
     Mutation(

@@ -19,12 +19,10 @@ from zlaunch.compat.deepspeed.parameters import (
     unregister_external_parameter,
     unwrap_model_for_generation,
 )
+from zlaunch.zero import TiledLinear, TiledLinearReturnBias
 
 from . import config, offload_config, partition_parameters, stage3, stage_1_and_2
 
-_TILES = "any layer is sharded by elements, however large"
-TiledLinear = missing_class("zero.TiledLinear", _TILES)
-TiledLinearReturnBias = missing_class("zero.TiledLinearReturnBias", _TILES)
 MiCS_Init = missing_class("zero.MiCS_Init", "use zero.Init")
 
 __getattr__ = _absent("deepspeed.zero")
