@@ -144,6 +144,28 @@ def test_ctrl_c_at_any_moment_of_the_start_is_quiet(tmp_path: Path, command: str
         assert not ours, said
 
 
+def test_a_ctrl_c_while_a_class_is_made_is_quiet(tmp_path: Path) -> None:
+    """Before Python 3.12, the KeyboardInterrupt becomes the cause of a RuntimeError."""
+    command = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in zlaunch/__main__.py
+import zlaunch.cli.main as cli
+class Field:
+    def __set_name__(self, owner, name): signal.raise_signal(signal.SIGINT)
+cli._check_folder = lambda: type("Owner", (), {"field": Field()})
+raise SystemExit(cli.main(["--num_gpus=1", "w.py"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=tmp_path,
+        env=PATH,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 130 and not done.stderr, done.stderr
+
+
 def test_a_ctrl_c_that_a_finalizer_has_swallowed_ends_the_launch(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("import time; time.sleep(600)")
     command = """

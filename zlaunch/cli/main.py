@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code if error.exit_code != 1 else 2
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except RuntimeError as error:
+        # before Python 3.12, what is raised in __set_name__, as by an import, is the cause of another error
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        code = 130
     except BrokenPipeError:
         code = 141
     except OSError as error:
