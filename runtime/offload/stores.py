@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
-from ..zero.layout import Range
+from ..zero.layout import TILE_NUMEL, Range, tile_ranges
 from ..zero.store import Access, OpenTile, ShardStore, TileView, ValueStore, squares_of
 from .disk import DiskEngine, DiskTransfer, ScratchFile, aligned
 from .transfer import HostLink
@@ -663,14 +663,17 @@ class DiskValues(ValueStore):
         """Start to write elements from ``start`` on (a multiple of TILE_ALIGN); ``values`` may change at
         once.
         """
-        nbytes = aligned(values.numel() * self._dtype.itemsize)
-        # A copy, because the caller's tile goes back to the ring before this write has ended.
-        buffer = self._behind.take(nbytes)
-        buffer[: values.numel() * self._dtype.itemsize].view(self._dtype).copy_(values)
-        offset = self._offset + start * self._dtype.itemsize
-        transfer = self._engine.write(self._file, _bytes_of(buffer)[:nbytes], offset)
-        self._behind.give_back(buffer, transfer.wait)
-        self._writes.append(transfer)
+        itemsize = self._dtype.itemsize
+        # The first values, and loaded ones, are a whole shard: one copy would need as much memory again.
+        for low, high in tile_ranges(values.numel(), TILE_NUMEL):
+            nbytes = aligned((high - low) * itemsize)
+            # A copy, because the caller's tile goes back to the ring before this write has ended.
+            buffer = self._behind.take(nbytes)
+            buffer[: (high - low) * itemsize].view(self._dtype).copy_(values[low:high])
+            offset = self._offset + (start + low) * itemsize
+            transfer = self._engine.write(self._file, _bytes_of(buffer)[:nbytes], offset)
+            self._behind.give_back(buffer, transfer.wait)
+            self._writes.append(transfer)
         return DONE
 
     def flush(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zlaunch
 from tests.limits import LIMIT_S
@@ -23,6 +24,7 @@ from tests.runtime.workers import run_workers
 from zlaunch.runtime.errors import DiskError, MemoryPlanError
 from zlaunch.runtime.offload.disk import ScratchFolder
 from zlaunch.runtime.optim.lion import Lion
+from zlaunch.runtime.zero.layout import TILE_NUMEL
 
 STEPS = 3
 TILES = {"sub_group_size": 4096}
@@ -312,6 +314,23 @@ def _engine(folder: Path, **zero: Any) -> Any:
     )
     engine, *_ = zlaunch.initialize(model=net(width=48), config=settings)
     return engine
+
+
+def _held(folder: str) -> int:
+    """Return the host memory that writing a layer's first values to disk has taken, in elements."""
+    zlaunch.init_distributed()
+    place = {**NVME, "nvme_path": folder}
+    offload = {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
+    settings = config(3, 12, zero={**offload, "sub_group_size": 1 << 16})  # the optimizer's buffers are small
+    layer = nn.Linear(8192, 4096, bias=False)
+    engine, *_ = zlaunch.initialize(model=nn.Sequential(layer), config=settings)
+    held: int = engine._offload.link.pool.statistics().held_bytes
+    return held // layer.weight.itemsize
+
+
+def test_a_large_layer_goes_to_disk_in_tiles(tmp_path: Path) -> None:
+    (held,) = run_workers(_held, 1, str(tmp_path))
+    assert 0 < held < 5 * TILE_NUMEL < 8192 * 4096
 
 
 def _truncated(folder: str, file: str) -> tuple[str, str]:
