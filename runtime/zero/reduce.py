@@ -132,7 +132,9 @@ class Bucket:
 
 
 class BufferPool:
-    """Keeps send buffers. Ordinary memory is released after each pass; shared memory cannot be."""
+    """Keeps send buffers, of ordinary memory no more than are in use at one time: where all are too small, a
+    larger one takes the place of the smallest. They are released after each pass. Shared memory cannot be.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -142,6 +144,9 @@ class BufferPool:
         """Return a flat tensor of ``numel`` elements, part of the smallest free buffer large enough."""
         fitting = [i for i, t in enumerate(self.free) if t.dtype == dtype and t.numel() >= numel]
         if not fitting:
+            alike = [i for i, t in enumerate(self.free) if t.dtype == dtype]
+            if alike and not self._comm.shared:
+                del self.free[min(alike, key=lambda i: self.free[i].numel())]
             return self._comm.empty(numel, dtype)
         return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))[:numel]
 
