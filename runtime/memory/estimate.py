@@ -16,7 +16,8 @@ from typing import Any
 from ...cuda_ops.narrow_state import STATE_BYTES
 from ..errors import MemoryPlanError
 from ..mesh import MeshShape
-from ..offload.manager import OffloadOptions, Tier
+from ..offload.manager import WRITES_BEHIND, OffloadOptions, Tier
+from ..zero.layout import TILE_NUMEL
 from .activations import Activations
 
 GIB = 2**30
@@ -235,9 +236,10 @@ def _parameters(s: Setting) -> Amounts:
         return gathered + _of_tier(s.offload.parameters, at_rest * s.dtype_bytes, s.offload.pin)
     in_host = min(at_rest, s.offload.max_in_cpu_numel)
     reading = (_most_gathered(rest, s.prefetch_numel) if rest else 2 * root) // s.world_size
+    writing = WRITES_BEHIND * min(TILE_NUMEL, at_rest)
     return (
         gathered
-        + _of_tier(Tier.HOST, (in_host + reading) * s.dtype_bytes, s.offload.pin)
+        + _of_tier(Tier.HOST, (in_host + reading + writing) * s.dtype_bytes, s.offload.pin)
         + _of_tier(Tier.DISK, (at_rest - in_host) * s.dtype_bytes, False)
     )
 

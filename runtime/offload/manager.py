@@ -100,7 +100,7 @@ def _give_freed_memory_back() -> None:
 
 
 _M_MMAP_THRESHOLD = -3
-_WRITES_BEHIND = 4
+WRITES_BEHIND = 4
 """Sets how many writes of values to disk may be under way."""
 _UPLOADS = 2
 """Sets how many tiles of new values may be on their way to the device."""
@@ -121,7 +121,7 @@ class Offload:
         self.state_file: ScratchFile | None = None
         self.value_file: ScratchFile | None = None
         self.ring = BufferRing(self.link, options.buffer_count)
-        self._behind = BufferQueue(self.link, _WRITES_BEHIND)
+        self._behind = BufferQueue(self.link, WRITES_BEHIND)
         self._uploads = BufferQueue(self.link, _UPLOADS)
         if options.parameters is not Tier.DEVICE:
             _give_freed_memory_back()
