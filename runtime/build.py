@@ -551,7 +551,14 @@ def _plan(model: nn.Module, effective: Effective, comm: Comm) -> tuple[list[Bloc
         tile_numel=min(int(zero.sub_group_size), TILE_NUMEL),
         poison=read_environment().debug_free == "poison",
     )
-    return plan_blocks(model, options), options
+    blocks = plan_blocks(model, options)
+    around = [block.around for block in blocks if block.around is not None]
+    if around and comm.rank == 0:
+        divided = {id(block) for block in around if block.around is None}
+        parts = sum(1 for block in blocks if block.around is not None and block.parameters)
+        limit = f"{options.divided_numel:,} parameters"
+        detail(f"stage 3: {len(divided)} blocks of more than {limit} are divided into {parts} parts")
+    return blocks, options
 
 
 def _shard(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,8 @@ class TiledLinear(nn.Module):
         combine_out_splits: Joins the outputs of rows along the last dimension. If False, returns a list.
         linear_cls: The class of the layers, called with the input's size, the output's size, ``bias`` and
             ``kwargs``.
-        init_linear: A layer of the whole size, whose values are copied.
+        init_linear: A layer of the whole size, whose values are copied. Tiles have its dtype and device, and
+            require gradients where it does.
         kwargs: More arguments for ``linear_cls``, such as ``device`` and ``dtype``.
 
     Raises:
@@ -62,6 +64,8 @@ class TiledLinear(nn.Module):
         """Holds the first feature of each tile along the input, and ``in_features`` at the end."""
         self.out_parts = _bounds("out", out_features, out_splits)
         """Holds the same along the output."""
+        if init_linear is not None:
+            kwargs = {**_kind_of(init_linear, linear_cls), **kwargs}
         self.linears = Tiles()
         for height in _sizes(self.out_parts):
             row = Tiles()
@@ -70,6 +74,14 @@ class TiledLinear(nn.Module):
             self.linears.append(row)
         if init_linear is not None:
             self.copy_params_from(init_linear)
+            for tile in self._tiles():
+                tile.weight.requires_grad_(init_linear.weight.requires_grad)
+                if tile.bias is not None:
+                    tile.bias.requires_grad_(init_linear.bias.requires_grad)
+
+    def _tiles(self) -> Iterator[Any]:
+        for row in self.linears:
+            yield from row  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         splits = f"in_splits={self.in_splits}, out_splits={self.out_splits}"
@@ -155,6 +167,13 @@ class TiledLinearReturnBias(TiledLinear):
         biases = [bias for _, bias in outputs if bias is not None]
         bias = super()._combine_output_splits(biases) if biases else None
         return super()._combine_output_splits([total for total, _ in outputs]), bias
+
+
+def _kind_of(layer: nn.Module, linear_cls: type[nn.Module]) -> dict[str, Any]:
+    """Return the dtype and the device of a layer's weight, as far as they are arguments of a class."""
+    weight: Any = layer.weight
+    taken = inspect.signature(linear_cls).parameters
+    return {key: getattr(weight, key) for key in ("dtype", "device") if key in taken}
 
 
 def _bounds(name: str, features: int, splits: int) -> list[int]:

@@ -85,6 +85,18 @@ def test_layers_that_return_their_bias(bias: bool) -> None:
     assert returned is None if whole.bias is None else torch.equal(returned, whole.bias)
 
 
+def test_tiles_are_of_the_kind_of_the_layer_that_is_copied() -> None:
+    whole = nn.Linear(4, 6, dtype=torch.bfloat16)
+    whole.weight.requires_grad_(False)
+    tiled = TiledLinear(4, 6, in_splits=2, out_splits=2, init_linear=whole)
+    parameters = dict(tiled.named_parameters())
+    assert {p.dtype for p in parameters.values()} == {torch.bfloat16}
+    assert all(p.requires_grad is name.endswith("bias") for name, p in parameters.items())
+    with torch.device("meta"):
+        whole = nn.Linear(4, 6)
+    assert all(p.is_meta for p in TiledLinear(4, 6, out_splits=2, init_linear=whole).parameters())
+
+
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(zlaunch.ParameterError, match=r"in_splits from 1 to in_features \(4\), got 5"):
         TiledLinear(4, 3, in_splits=5)
