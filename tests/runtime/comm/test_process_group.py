@@ -78,3 +78,35 @@ def _timeouts() -> list[float]:
 
 def test_the_timeout_that_a_script_asks_for_holds_for_all_groups() -> None:
     assert run_workers(_timeouts, 2) == [[77.0, 77.0, 5.0]] * 2
+
+
+def _groups_beside_a_bound_world() -> list[object]:
+    """Return whether this rank is in each group, the sums in its own, and the world's device afterwards."""
+    zlaunch.init_distributed()
+    world = dist.group.WORLD
+    assert world is not None
+    device = torch.device("cuda", 1)
+    world.bound_device_id = device
+    groups = [new_group(ranks) for ranks in ([0], [1, 2], [0, 1, 2])]
+    with pytest.raises(ValueError, match="rank"):
+        new_group([7])
+    bound = world.bound_device_id
+    # Collectives of this CPU world need no device.
+    world.bound_device_id = None
+    found: list[object] = []
+    for group in groups:
+        total = torch.ones(1)
+        if isinstance(group, dist.ProcessGroup):
+            assert group.bound_device_id == device
+            dist.all_reduce(total, group=group)
+            found.append(total.item())
+        else:
+            found.append(None)
+    return [*found, bound == device]
+
+
+def test_a_group_is_made_without_ranks_outside_of_it_where_the_world_has_a_device() -> None:
+    """torch splits the communicator of such a world for each group, which waits for all of its ranks."""
+    alone, *pair = run_workers(_groups_beside_a_bound_world, 3)
+    assert alone == [1.0, None, 3.0, True]
+    assert pair == [[None, 2.0, 3.0, True]] * 2

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zlaunch.compat.deepspeed.missing import NotInZlaunch
 from zlaunch.compat.deepspeed.tools import set_random_seed
 from zlaunch.runtime.activation.checkpointing import checkpoint
+from zlaunch.runtime.comm.process_group import new_group
 from zlaunch.runtime.errors import ParameterError
 from zlaunch.runtime.parallel.pipeline import balanced
 
@@ -179,7 +180,7 @@ class PipelineParallelGrid:
 
     def _join(self, groups: Iterable[list[int]]) -> _RankGroup:
         """Make all groups, and return this rank's."""
-        made = [_RankGroup(ranks, dist.new_group(ranks)) for ranks in groups]
+        made = [_RankGroup(ranks, new_group(ranks)) for ranks in groups]
         return next(group for group in made if self.global_rank in group.ranks)
 
     def _position(self, axis: str) -> int:
