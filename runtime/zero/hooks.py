@@ -412,6 +412,8 @@ It is given the context that keeps units unsharded.
 
 def _undisturbed(function: Callable[..., Any]) -> Hook:
     """Return a hook that a compiler does not trace into: hooks move storages."""
+    # Traced, this frame of all hooks would be compiled for each of them, up to torch's limit of eight.
+    torch._dynamo.decorators.skip(Hook.__call__)
     return Hook(torch._dynamo.disable(function))  # type: ignore[no-untyped-call]
 
 

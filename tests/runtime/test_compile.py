@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 import zlaunch
 from tests.needs import needs_package
@@ -123,6 +124,28 @@ def test_layers_of_a_hugging_face_model_share_a_graph() -> None:
     for found in run_workers(_hugging_face, 2):
         assert found["graphs"] == 1 and not found["breaks"], found
         assert found["losses"][True] == pytest.approx(found["losses"][False], rel=1e-5)
+
+
+def _divided() -> list[str]:
+    """Train a divided block that the script has compiled; return the files that dynamo has compiled."""
+    zlaunch.init_distributed()
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    model: Any = net()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    engine, *_ = zlaunch.initialize(model=model, config=config(3, 1, zero={"stage3_unit_size": 700}))
+    train_engine(engine, batches(2, 2))
+    engine.destroy()
+    return [str(each.co_filename) for each in get_compilation_metrics()]
+
+
+def test_hooks_between_the_parts_of_a_divided_block_are_not_compiled() -> None:
+    """dynamo compiled the frame that all hooks share for each of them, and warned of the ninth."""
+    runtime = str(Path(zlaunch.runtime.__file__).resolve().parent)
+    for files in run_workers(_divided, 2):
+        assert any(file.endswith("models.py") for file in files), files
+        assert not [file for file in files if str(Path(file).resolve()).startswith(runtime)], files
 
 
 def _initialize(model: nn.Module, **section: Any) -> Any:
