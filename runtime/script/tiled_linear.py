@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ class TiledLinear(nn.Module):
         kwargs: More arguments for ``linear_cls``, such as ``device`` and ``dtype``.
 
     Raises:
-        ParameterError: A number of splits is below 1 or above the number of features, or ``init_linear`` has
-            another shape.
+        ParameterError: A number of splits is none, below 1 or above the number of features, ``bias`` is a
+            number above 1, or ``init_linear`` is no linear layer, has another shape, or has values that tiles
+            on the meta device cannot hold.
     """
 
     def __init__(
@@ -53,6 +55,9 @@ class TiledLinear(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        # The third argument, as of nn.Linear: a script may mean a number of splits.
+        if isinstance(bias, int) and bias not in (0, 1):
+            raise ParameterError(f"TiledLinear: expected True or False as bias, got {bias}")
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = bias
@@ -65,6 +70,7 @@ class TiledLinear(nn.Module):
         self.out_parts = _bounds("out", out_features, out_splits)
         """Holds the same along the output."""
         if init_linear is not None:
+            _check_layer(init_linear)
             kwargs = {**_kind_of(init_linear, linear_cls), **kwargs}
         self.linears = Tiles()
         for height in _sizes(self.out_parts):
@@ -128,6 +134,7 @@ class TiledLinear(nn.Module):
         """Copy the values of a layer of the whole size. Collective where either is sharded; rank 0's values
         count then. Raises ParameterError for a layer of another shape, or with a bias where this has none.
         """
+        _check_layer(other)
         with GatheredParameters(other):
             weight: Any = other.weight
             bias: Any = other.bias
@@ -143,6 +150,11 @@ class TiledLinear(nn.Module):
                 for width in range(self.in_splits):
                     tile: Any = row[width]  # type: ignore[index]
                     columns = slice(*self.in_parts[width : width + 2])
+                    if tile.weight.is_meta and not weight.is_meta:
+                        raise ParameterError(
+                            "TiledLinear: tiles on the meta device cannot hold the values of a layer on "
+                            f"{weight.device}: leave device out, or give a layer on the meta device"
+                        )
                     with GatheredParameters(tile, modifier_rank=0):
                         tile.weight.copy_(weight[rows, columns])
                         if tile.bias is not None:
@@ -169,6 +181,16 @@ class TiledLinearReturnBias(TiledLinear):
         return super()._combine_output_splits([total for total, _ in outputs]), bias
 
 
+def _check_layer(layer: Any) -> None:
+    """Raise ParameterError for what has no weight matrix, or no bias that is a tensor or None."""
+    weight = getattr(layer, "weight", None)
+    bias = getattr(layer, "bias", layer)
+    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
+        raise ParameterError(
+            f"TiledLinear: expected a layer with a weight and a bias, got {type(layer).__name__}"
+        )
+
+
 def _kind_of(layer: nn.Module, linear_cls: type[nn.Module]) -> dict[str, Any]:
     """Return the dtype and the device of a layer's weight, as far as they are arguments of a class."""
     weight: Any = layer.weight
@@ -178,9 +200,10 @@ def _kind_of(layer: nn.Module, linear_cls: type[nn.Module]) -> dict[str, Any]:
 
 def _bounds(name: str, features: int, splits: int) -> list[int]:
     """Return the first feature of each part, and the number of features; the first parts may be longer."""
-    if not 1 <= splits <= features:
+    whole = isinstance(splits, (int, Integral)) and not isinstance(splits, bool)
+    if not whole or not 1 <= splits <= features:
         raise ParameterError(
-            f"TiledLinear: expected {name}_splits from 1 to {name}_features ({features}), got {splits}"
+            f"TiledLinear: expected {name}_splits from 1 to {name}_features ({features}), got {splits!r}"
         )
     size, longer = divmod(features, splits)
     return [part * size + min(part, longer) for part in range(splits + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_what_does_not_fit_is_named() -> None:
         TiledLinear(4, 3, in_splits=5)
     with pytest.raises(zlaunch.ParameterError, match=r"out_splits from 1 to out_features \(3\), got 0"):
         TiledLinear(4, 3, out_splits=0)
+    wrong: Any
+    for wrong in (2.0, "2", True, None):
+        with pytest.raises(zlaunch.ParameterError, match=re.escape(f"(4), got {wrong!r}")):
+            TiledLinear(4, 3, in_splits=wrong)
+    wrong = 2
+    with pytest.raises(zlaunch.ParameterError, match="expected True or False as bias, got 2"):
+        TiledLinear(4, 3, wrong, 2)
+    for wrong in (nn.Sequential(), nn.Linear(4, 3).weight, None):
+        with pytest.raises(zlaunch.ParameterError, match=f"weight and a bias, got {type(wrong).__name__}"):
+            TiledLinear(4, 3).copy_params_from(wrong)
+    with pytest.raises(zlaunch.ParameterError, match="meta device cannot hold the values of a layer on cpu"):
+        TiledLinear(4, 3, init_linear=nn.Linear(4, 3), device="meta")
     with pytest.raises(zlaunch.ParameterError, match=r"shape \(3, 4\) and a bias, got \(4, 3\) and a bias"):
         TiledLinear(4, 3, init_linear=nn.Linear(3, 4))
     with pytest.raises(zlaunch.ParameterError, match=r"and a bias, got \(3, 4\) and no bias"):
