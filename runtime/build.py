@@ -43,6 +43,7 @@ from .observe.clock import DISK
 from .observe.comms_logger import LoggedComm
 from .observe.limits import find_overflow_hint, measure_costs
 from .observe.reporter import observe, open_monitor
+from .observe.router import watch_router
 from .offload import disk
 from .offload.manager import Offload, OffloadOptions, Tier, choose_offload
 from .offload.states import StateMover
@@ -278,6 +279,10 @@ def build_engine(
         monitor=monitor,
         around=observe(engine, effective.config, monitor, disk_waits, explain, costs, overflow_hint),
         schedule=None if pipeline is None else partial(PipelineSchedule, pipeline=pipeline),
+        # The report shows rank 0's steps.
+        router=None
+        if comm.rank
+        else watch_router(model, effective.config.expert_parallel.experts, comm.device),
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)

@@ -174,19 +174,21 @@ class Engine(nn.Module):
         monitor: Any,
         around: Callable[..., AbstractContextManager[None]],
         schedule: Callable[[Engine], WholeSteps] | None,
+        router: Any,
     ) -> None:
         """Take the parts that the assembly has built for this engine; called once, before anything else.
 
         ``offload`` keeps states off the device, None where all stay there; ``monitor`` has ``write_events``;
         ``around`` gives a context for each ``"forward"`` (with the model's arguments, a tuple and a dict),
         ``"backward"`` and ``"step"``; ``schedule`` makes the object that trains whole steps, None for the
-        plain one.
+        plain one; ``router`` is the :class:`~.observe.router.RouterStatistics`, or None.
         """
         self.checkpoints = checkpoints
         self._states = states
         self._offload = offload
         self.monitor = monitor
         self._around = around
+        self._router = router
         if schedule is not None:
             self._schedule = schedule(self)
         if self._shard_step is not None:
@@ -683,10 +685,12 @@ class Engine(nn.Module):
 
     def step_metrics(self) -> dict[str, float | Tensor]:
         """Return what is known of the last step: gradient norm, the mean of the losses of all ranks and
-        micro-batches, and with fp16 the loss scale and how many steps are known to be skipped; 0-dim tensors
-        where a number may still be on its way from the device.
+        micro-batches, the load of experts, and with fp16 the loss scale and how many steps are known to be
+        skipped; 0-dim tensors where a number may still be on its way from the device.
         """
-        found = {} if self._result is None else {"grad_norm": self._result.norm_there}
+        found = {} if self._router is None else dict(self._router.metrics())
+        if self._result is not None:
+            found["grad_norm"] = self._result.norm_there
         if self._scaler.used:
             found |= {"loss_scale": self._scaler.factor, "skipped_steps": float(self._skipped_steps)}
         mean = self._losses.mean
@@ -1039,6 +1043,8 @@ class Engine(nn.Module):
             self._advance_schedule()
         elif result.known:
             self._resolve_last_step()
+        if self._router is not None:
+            self._router.after_step()
         for observe in self.step_observers:
             observe(self)
 
@@ -1352,6 +1358,8 @@ class Engine(nn.Module):
             if self._collect_again is not None:
                 stack.callback(self._collect_again)
             stack.callback(self.comm.close)
+            if self._router is not None:
+                stack.callback(self._router.close)
             if self._offload is not None:
                 stack.callback(self._offload.close)
             stack.callback(self._sharded.close)

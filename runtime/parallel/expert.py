@@ -452,22 +452,31 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(placeholder.shape_of(parameter))
 
 
-def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]:
+def expert_modules(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the modules of experts by name: all Experts, and those of a config's patterns or the model's own
     plan.
     """
+    modules = dict(model.named_modules())
     patterns = given
     if patterns is None:
         patterns = [name for name, style in own_plan(model, "ep").items() if style == _STYLE]
-    modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {n: each for n, each in modules.items() if isinstance(each, Experts)}
     for pattern in patterns:
-        names = [name for name in matching(model, pattern) if name in modules]
-        if given is not None and not names:
+        found |= {name: modules[name] for name in matching(model, pattern) if name in modules}
+    return found
+
+
+def _find(model: nn.Module, given: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return the modules of experts by name. Raises ParameterError where there is none, or a pattern of the
+    config matches none.
+    """
+    modules = dict(model.named_modules())
+    for pattern in given or ():
+        if not any(name in modules for name in matching(model, pattern)):
             raise ParameterError(
                 f"expert_parallel.experts: no module matches {pattern}{suggestion(modules, pattern)}"
             )
-        found |= {name: modules[name] for name in names}
+    found = expert_modules(model, given)
     if not found:
         listed = [n for n, each in modules.items() if isinstance(each, nn.ModuleList) and "experts" in n]
         if listed:

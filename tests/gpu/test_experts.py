@@ -69,6 +69,7 @@ def test_a_mixture_trains_at_stage_3() -> None:
         engine.step()
         losses.append(loss.detach())
     assert losses[-1] < 0.7 * losses[0]
+    assert 1 <= float(engine.step_metrics()["expert_max_load"]) <= 4  # experts
 
 
 def test_shard_rng_leave_the_others_as_they_are() -> None:

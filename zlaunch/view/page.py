@@ -210,6 +210,10 @@ _CHARTS = (
     ("Gradient norm", ("grad_norm",)),
     ("Loss scale", ("loss_scale",)),
     ("Skipped steps", ("skipped_steps",)),
+    ("Largest load of an expert (1: all are equal)", ("expert_max_load",)),
+    ("Experts without tokens", ("unused_experts",)),
+    ("Dropped share of tokens", ("dropped_tokens",)),
+    ("Balance loss", ("balance_loss",)),
 )
 _KNOWN = {"loss", "memory_gb", "host_gb", "all_ms", *TIMES, *(name for _, names in _CHARTS for name in names)}
 _MOST_CURVES = 8
@@ -287,13 +291,14 @@ def _without_limits(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 def _curves(runs: Sequence[RunPage]) -> list[str]:
     named = len(runs) > 1
-    losses = sorted({name for run in runs for name in run.progress.series if "loss" in name} - {"loss_scale"})
-    others = sorted({name for run in runs for name in run.progress.series} - _KNOWN - set(losses))
+    names = {name for run in runs for name in run.progress.series}
+    losses = sorted(name for name in names - (_KNOWN - {"loss"}) if "loss" in name)
+    others = sorted(names - _KNOWN - set(losses))
     charts = [("Loss", tuple(sorted(losses, key=lambda name: name != "loss"))), *_CHARTS]
     charts += [(name, (name,)) for name in others]
     cards = []
-    for title, names in charts:
-        curves = _of_names(runs, names, named=named)
+    for title, shown in charts:
+        curves = _of_names(runs, shown, named=named)
         cards.append(_card(title, line_chart(curves, "step", from_zero=title == "Speed")))
     memory = []
     for run in runs:

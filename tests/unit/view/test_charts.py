@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.unit.view.test_progress import metrics, spawned
 from zlaunch.view.live import draw, sparkline
-from zlaunch.view.page import Curve, bar_chart, label, line_chart, ticks
+from zlaunch.view.page import Curve, RunPage, bar_chart, label, line_chart, page_body, ticks
 from zlaunch.view.progress import RunProgress, span
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
@@ -85,3 +85,15 @@ def test_the_picture_of_a_run() -> None:
         "computation bounds the step",
     ):
         assert part in text, text
+
+
+def test_losses_share_a_chart_and_the_load_of_experts_has_its_own() -> None:
+    values = {"loss": 2.0, "val_loss": 2.5, "expert_max_load": 1.25, "balance_loss": 2.1, "mine": 1.0}
+    run = RunProgress().take_all([*spawned(0), *(metrics(0, 9.0 + n, step=n, **values) for n in (1, 2))])
+    cards = page_body([RunPage("a", (), run, {})]).split('<div class="card">')
+    titles = [card.partition("</h3>")[0].removeprefix("<h3>") for card in cards]
+    losses = cards[titles.index("Loss")]
+    assert "val_loss" in losses and "balance_loss" not in losses
+    assert "Balance loss" in titles and "mine" in titles
+    assert "expert_max_load" in cards[titles.index("Largest load of an expert (1: all are equal)")]
+    assert len(titles) == len(set(titles))
