@@ -11,6 +11,10 @@ largest magnitude with its sign, so that this element is kept exactly (the signe
 what was read from codes becomes the same codes again. And a second moment above 0 never becomes 0 (where its
 block's largest is above 2**-96), which would turn an element whose gradient pauses into one that moves by
 ``lr * exp_avg / eps``.
+
+The 8-bit optimizers of bitsandbytes themselves keep three entries: codes ``state1``, the map ``qmap1``, and
+``absmax1``, the largest magnitude of each block (blocks,); and the same with 2. Such an entry is narrow too,
+of the kind ``"bitsandbytes"``: it is cut, saved and loaded as fp32 like the others.
 """
 
 from __future__ import annotations
@@ -93,9 +97,8 @@ def _quantize(values: Tensor, table: Tensor, signed: bool) -> tuple[Tensor, Tens
     return codes.to(torch.uint8).view(-1)[:numel], scale.unsqueeze(1)
 
 
-def dequantize_state(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """Return the flat fp32 values that uint8 ``codes`` and the scales of their blocks stand for."""
-    numbers = tables(codes.device)[0 if signed else 2]
+def _spread(codes: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return the flat fp32 values of codes: their ``numbers`` times the scales of their blocks."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for start in range(0, codes.numel(), _CHUNK):
         part = codes[start : start + _CHUNK]
@@ -105,29 +108,79 @@ def dequantize_state(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     return values
 
 
+def dequantize_state(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
+    """Return the flat fp32 values that uint8 ``codes`` and the scales of their blocks stand for."""
+    return _spread(codes, tables(codes.device)[0 if signed else 2], scale)
+
+
+def _as_bitsandbytes(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of the nearest ``numbers`` in the values' shape, and the scales of their blocks
+    (blocks,).
+
+    The signed map has 1, but no -1. A block whose largest magnitude is negative gets the scale by which this
+    element is the map's least number, so that what was read from codes becomes the same codes again.
+    """
+    numel = values.numel()
+    blocks = -(-numel // BLOCK)
+    padded = torch.nn.functional.pad(values.reshape(-1), (0, blocks * BLOCK - numel)).view(blocks, BLOCK)
+    low, high = padded.aminmax(dim=1)
+    scale = torch.where(high > -low, high, low / torch.where(low < 0, numbers[0], -1.0))
+    ratio = padded / torch.where(scale == 0, 1.0, scale).unsqueeze(1)
+    codes = torch.searchsorted((numbers[:-1] + numbers[1:]) / 2, ratio)
+    return codes.to(torch.uint8).view(-1)[:numel].view(values.shape), scale
+
+
 # -- a piece's entries
 
 Entries = Mapping[str, Any]
+_BITSANDBYTES = {f"state{number}": (f"qmap{number}", f"absmax{number}") for number in (1, 2)}
+"""Maps the codes of bitsandbytes to their map and their blocks' scales."""
+
+
+def _companions(own: Entries, key: str) -> tuple[str, ...]:
+    """Return the names of the entries that a narrow entry needs besides its own; none for another entry."""
+    if key + SCALE in own:
+        return (key + SCALE,)
+    names = _BITSANDBYTES.get(key, ())
+    if not names or any(name not in own for name in names):
+        return ()
+    # Earlier versions had blocks of 2048, which are not read.
+    blocks = -(-own[key].numel() // BLOCK)
+    return names if own[names[1]].numel() == blocks else ()
 
 
 def is_narrow(own: Entries, key: str) -> bool:
     """Tell whether the entry ``key`` of a piece's state is kept in fewer than 32 bits."""
-    return key + SCALE in own
+    return bool(_companions(own, key))
 
 
 def kind_of(own: Entries, key: str) -> str:
-    """Return the dtype of :data:`STATE_DTYPES` that an entry is kept in."""
-    return "fp32" if not is_narrow(own, key) else "int8" if own[key].dtype == torch.uint8 else "bf16"
+    """Return the dtype of :data:`STATE_DTYPES` that an entry is kept in, or ``"bitsandbytes"``."""
+    names = _companions(own, key)
+    if len(names) > 1:
+        return "bitsandbytes"
+    return "fp32" if not names else "int8" if own[key].dtype == torch.uint8 else "bf16"
 
 
 def is_scale(own: Entries, key: str) -> bool:
-    """Tell whether ``key`` names the scales of another entry."""
-    return key.endswith(SCALE) and key.removesuffix(SCALE) in own
+    """Tell whether ``key`` names an entry that a narrow one needs besides its own."""
+    if key.endswith(SCALE):
+        return key.removesuffix(SCALE) in own
+    return any(key in names and is_narrow(own, state) for state, names in _BITSANDBYTES.items())
+
+
+def narrow_entries(own: Entries, key: str) -> dict[str, Tensor]:
+    """Return a narrow entry and those that it needs; nothing for another entry."""
+    names = _companions(own, key)
+    return {name: own[name] for name in (key, *names)} if names else {}
 
 
 def widen(own: Entries, key: str) -> Tensor:
     """Return a narrow entry's values in a new fp32 tensor of its shape."""
     kept: Tensor = own[key]
+    if kind_of(own, key) == "bitsandbytes":
+        numbers, largest = (own[name] for name in _companions(own, key))
+        return _spread(kept.view(-1), numbers, largest.unsqueeze(1)).view(kept.shape)
     if kept.dtype != torch.uint8:
         return kept.float()
     return dequantize_state(kept.view(-1), own[key + SCALE], signed=key != UNSIGNED).view(kept.shape)
@@ -135,7 +188,7 @@ def widen(own: Entries, key: str) -> Tensor:
 
 def widen_all(own: Entries) -> Entries:
     """Return the entries with narrow ones in new fp32 tensors, and without scales."""
-    if not any(key.endswith(SCALE) for key in own):
+    if not any(is_narrow(own, key) for key in own):
         return own
     return {
         key: widen(own, key) if is_narrow(own, key) else value
@@ -145,10 +198,14 @@ def widen_all(own: Entries) -> Entries:
 
 
 def put(own: MutableMapping[str, Any], key: str, values: Tensor, kind: str) -> None:
-    """Keep flat fp32 ``values`` as the entry ``key`` in a dtype of :data:`STATE_DTYPES`; memory of the right
-    size is used again. bf16 is rounded to the nearest.
+    """Keep fp32 ``values`` as the entry ``key`` in a kind of :func:`kind_of`; memory of the right size is
+    used again. bf16 is rounded to the nearest. For ``"bitsandbytes"``, the map is in ``own``.
     """
-    if kind == "fp32":
+    if kind == "bitsandbytes":
+        numbers, largest = _BITSANDBYTES[key]
+        codes, scale = _as_bitsandbytes(values, own[numbers])
+        made = {key: codes, largest: scale}
+    elif kind == "fp32":
         made = {key: values}
     elif kind == "bf16":
         made = {key: values.bfloat16(), key + SCALE: values.new_empty(0, 1)}
@@ -166,6 +223,9 @@ def put(own: MutableMapping[str, Any], key: str, values: Tensor, kind: str) -> N
 def narrow_as(own: Entries, wide: MutableMapping[str, Any]) -> None:
     """Narrow in ``wide`` the entries that are narrow in ``own``."""
     for key in [key for key in wide if is_narrow(own, key)]:
+        if kind_of(own, key) == "bitsandbytes":
+            numbers = _BITSANDBYTES[key][0]
+            wide[numbers] = own[numbers]
         put(wide, key, wide[key], kind_of(own, key))
 
 
@@ -181,5 +241,5 @@ def fresh(leaf: Tensor, key: str, kind: str) -> dict[str, Tensor]:
 def keep_or_make(own: Entries, leaf: Tensor, key: str, kind: str) -> dict[str, Tensor]:
     """Return a state's narrow entries of ``own``, or new ones where those are missing or another dtype's."""
     if key in own and kind_of(own, key) == kind:
-        return {key: own[key], key + SCALE: own[key + SCALE]}
+        return narrow_entries(own, key)
     return fresh(leaf, key, kind)

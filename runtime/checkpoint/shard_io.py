@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cuda_ops.narrow_state import is_narrow, is_scale, keep_or_make, kind_of, put
+from ...cuda_ops.narrow_state import is_narrow, is_scale, keep_or_make, kind_of, narrow_entries, put
 from ..device import stream_mark
 from ..optim.registry import parameter_states
-from ..optim.slices import ShardSlice
+from ..optim.slices import ShardSlice, make_narrow
 from ..optim.update_rule import PARAMETER_STATE, State, is_elementwise
 from ..zero.hooks import ShardedModel
 from ..zero.layout import Range
@@ -275,6 +275,7 @@ def take_state(unit: Unit, slices: Sequence[Described], fill: Fill, optimizer: t
         group = optimizer.param_groups[part.group]
         on_device = bool(group.get("fused") or group.get("capturable"))
         kind = group.get("state_dtype") or "fp32"
+        make_narrow(optimizer, part)
         # All entries exist before any is filled: tensors_in() below finds a slice's tensors by them.
         _take_entries(part, what, state, store.state_room, on_device, kind)
         if whole:
@@ -350,6 +351,9 @@ def _take_entries(
     device = part.leaf.device if on_device else None
     own: dict[str, Any] = {key: from_json(name, value, device) for key, (name, value) in what.scalars}
     for key, name in what.tensors:
+        if kind_of(former, key) == "bitsandbytes":
+            own |= narrow_entries(former, key)
+            continue
         if kind != "fp32":
             own |= keep_or_make(former, part.leaf, key, kind)
             continue

@@ -21,6 +21,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..config import ConfigError, Effective
 from ..config.zero import OffloadOptimizer, OffloadParam
+from ..errors import OptimizerError
 from ..optim.registry import collective_step_of, steps_elements
 from ..optim.update_rule import State, UpdateRule, is_elementwise
 from ..zero.layout import TILE_NUMEL, tile_ranges
@@ -34,6 +35,7 @@ from ..zero.store import (
     values_on_device,
 )
 from .disk import DiskEngine, ScratchFile, ScratchFolder
+from .step import check_disk_state
 from .stores import BufferQueue, BufferRing, DiskStore, DiskValues, HostStore, HostValues
 from .transfer import HostLink
 
@@ -306,7 +308,8 @@ def choose_offload(effective: Effective, optimizer: torch.optim.Optimizer | None
         try:
             groups = range(len(optimizer.param_groups))
             # The file reserves room for a fixed number of states, before the first step has made any.
-            states = max([0, *(_count_elementwise_states(optimizer, index) for index in groups)])
+            counts = [_count_elementwise_states(optimizer, index, on_disk=True) for index in groups]
+            states = max([0, *counts])
         except ValueError as error:
             raise ConfigError([f"{effective.loaded.origin}: {error}"]) from None
     return offload_options(effective.config, states)
@@ -344,20 +347,28 @@ def state_count(optimizer: torch.optim.Optimizer | None) -> int:
     return 2 + any(group.get("amsgrad", False) for group in optimizer.param_groups)
 
 
-def _count_elementwise_states(optimizer: torch.optim.Optimizer, index: int) -> int:
+_DUMMY_NUMEL = 1 << 13
+"""Is more than the 4,096 elements from which on bitsandbytes keeps state in 8 bits."""
+
+
+def _count_elementwise_states(optimizer: torch.optim.Optimizer, index: int, *, on_disk: bool = False) -> int:
     """Count the tensors that the optimizer keeps per element of a param group, by letting it make one step
-    on a dummy. Raises ValueError if it cannot.
+    on a dummy. Raises ValueError if it cannot, and with ``on_disk`` for state that files cannot keep.
     """
     rule = UpdateRule(optimizer)
     try:
-        leaf = torch.zeros(16, requires_grad=True)
+        leaf = torch.zeros(_DUMMY_NUMEL, requires_grad=True)
         state: State = defaultdict(dict)
         for key, value in _begun(optimizer, index).items():
-            state[leaf][key] = torch.zeros(16) if value.dim() else value.clone()
+            state[leaf][key] = torch.zeros_like(leaf) if value.dim() else value.clone()
         rule.begin(1.0)
         with torch.no_grad():
-            rule.apply([SliceUpdate(index, leaf, torch.zeros(16))], state)
+            rule.apply([SliceUpdate(index, leaf, torch.zeros_like(leaf))], state)
+        if on_disk:
+            check_disk_state(type(optimizer).__name__, state[leaf], leaf)
         return sum(is_elementwise(value, leaf) for value in state[leaf].values())
+    except OptimizerError:
+        raise
     except Exception as error:
         raise ValueError(
             f"optimizer {type(optimizer).__name__} cannot be offloaded to NVMe: a step on a flat "

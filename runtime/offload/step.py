@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...cuda_ops.step import SliceUpdate
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..device import named, stream_mark
+from ..errors import OptimizerError
 from ..optim.slices import ShardSlice
 from ..optim.step import StepMethod
 from ..optim.update_rule import State, UpdateRule, is_elementwise
@@ -103,7 +104,9 @@ def _update(rule: UpdateRule, slices: Sequence[ShardSlice], tile: TileView, stat
     rule.apply(updates, state)
     if on_disk:
         for part, update in zip(slices, updates, strict=True):
-            _keep_on_disk(part, tile, update.leaf, state.get(update.leaf, {}))
+            after = state.get(update.leaf, {})
+            check_disk_state(type(rule.optimizer).__name__, after, update.leaf)
+            _keep_on_disk(part, tile, update.leaf, after)
 
 
 def _fill_uncovered(out: Tensor, master: Tensor, spans: Sequence[slice]) -> None:
@@ -113,6 +116,21 @@ def _fill_uncovered(out: Tensor, master: Tensor, spans: Sequence[slice]) -> None
         if span.start > at:
             out[at : span.start].copy_(master[at : span.start])
         at = span.stop
+
+
+def check_disk_state(name: str, state: Mapping[str, Any], leaf: Tensor) -> None:
+    """Raise OptimizerError for state that the files of ``offload_optimizer`` cannot keep: they have fp32
+    numbers, one for each element, and numbers for the whole piece.
+    """
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.numel() == 1:
+            continue
+        if not is_elementwise(value, leaf) or not value.is_floating_point():
+            raise OptimizerError(
+                f"optimizer {name} keeps {key!r}, {value.dtype} of shape {list(value.shape)} for "
+                f"{leaf.numel()} elements, but offload_optimizer to NVMe keeps fp32 state of each element: "
+                'use "device": "cpu", or an optimizer with fp32 state'
+            )
 
 
 def _keep_on_disk(part: ShardSlice, tile: TileView, leaf: Tensor, after: dict[str, Any]) -> None:

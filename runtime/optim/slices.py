@@ -199,6 +199,19 @@ def _split(
     return made
 
 
+def make_narrow(optimizer: torch.optim.Optimizer, part: ShardSlice) -> None:
+    """Let an 8-bit optimizer of bitsandbytes make the state of a slice that has none yet: it alone knows how
+    large a tensor has to be for 8 bits.
+    """
+    make = getattr(optimizer, "init_state", None)
+    if part.leaf is None or optimizer.state.get(part.leaf) or make is None:
+        return
+    if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
+        group = optimizer.param_groups[part.group]
+        position = next(i for i, leaf in enumerate(group["params"]) if leaf is part.leaf)
+        make(group, part.leaf, part.group, position)
+
+
 # -- param groups -----------------------------------------------------------------------------------
 #
 # Builds the groups of parameters that an optimizer is made for.

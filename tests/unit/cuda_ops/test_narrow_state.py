@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.needs import needs_package
 from zlaunch.cuda_ops import narrow_host
 from zlaunch.cuda_ops.narrow_state import (
     BLOCK,
@@ -177,3 +178,41 @@ def test_random_bits_depend_on_the_element_alone() -> None:
         assert abs(int(((many >> bit) & 1).sum()) - (1 << 15)) < 5 * 128
     halves = (many & 0xFFFF).double(), (many >> 16).double()
     assert abs(float(torch.corrcoef(torch.stack(halves))[0, 1])) < 0.02
+
+
+@needs_package("bitsandbytes")
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(1000,), (16, 32)])
+def test_the_state_of_bitsandbytes(signed: bool, shape: tuple[int, ...]) -> None:
+    from bitsandbytes import functional
+
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
+    values.view(-1)[256:512] = 0
+    values = values if signed else values.square()
+    codes, kept = functional.quantize_blockwise(
+        values, code=functional.create_dynamic_map(signed), blocksize=BLOCK
+    )
+    own: dict[str, Any] = {"step": 3, "state1": codes, "qmap1": kept.code, "absmax1": kept.absmax}
+    wide = widen_all(own)
+    assert set(wide) == {"step", "state1"} and kind_of(own, "state1") == "bitsandbytes"
+    assert torch.equal(wide["state1"], functional.dequantize_blockwise(codes, kept))
+    found = dict(own, state1=torch.zeros_like(codes), absmax1=torch.zeros_like(kept.absmax))
+    put(found, "state1", wide["state1"], "bitsandbytes")
+    torch.testing.assert_close(widen(found, "state1"), wide["state1"], rtol=1e-6, atol=0)
+    put(found, "state1", values, "bitsandbytes")
+    own_error = (widen(found, "state1") - values).norm()
+    assert 0 < own_error <= 1.05 * (wide["state1"] - values).norm()
+    part: dict[str, Any] = {"state1": wide["state1"].view(-1)[100:400]}
+    narrow_as(own, part)
+    assert part["state1"].dtype == torch.uint8 and part["absmax1"].shape == (2,)
+    largest = wide["state1"].abs().max()
+    assert (widen(part, "state1") - wide["state1"].view(-1)[100:400]).abs().max() <= 0.02 * largest
+
+
+def test_other_blocks_of_bitsandbytes_are_not_read() -> None:
+    own = {
+        "state1": torch.zeros(4096, dtype=torch.uint8),
+        "qmap1": torch.zeros(256),
+        "absmax1": torch.zeros(2),
+    }
+    assert kind_of(own, "state1") == "fp32" and widen_all(own) is own
