@@ -120,14 +120,18 @@ def _as_bitsandbytes(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     The signed map has 1, but no -1. A block whose largest magnitude is negative gets the scale by which this
     element is the map's least number, so that what was read from codes becomes the same codes again.
     """
-    numel = values.numel()
-    blocks = -(-numel // BLOCK)
-    padded = torch.nn.functional.pad(values.reshape(-1), (0, blocks * BLOCK - numel)).view(blocks, BLOCK)
-    low, high = padded.aminmax(dim=1)
-    scale = torch.where(high > -low, high, low / torch.where(low < 0, numbers[0], -1.0))
-    ratio = padded / torch.where(scale == 0, 1.0, scale).unsqueeze(1)
-    codes = torch.searchsorted((numbers[:-1] + numbers[1:]) / 2, ratio)
-    return codes.to(torch.uint8).view(-1)[:numel].view(values.shape), scale
+    bounds = (numbers[:-1] + numbers[1:]) / 2
+    codes = []
+    scales = []
+    for part in torch.split(values.reshape(-1), _CHUNK):
+        blocks = -(-part.numel() // BLOCK)
+        padded = torch.nn.functional.pad(part, (0, blocks * BLOCK - part.numel())).view(blocks, BLOCK)
+        low, high = padded.aminmax(dim=1)
+        scale = torch.where(high > -low, high, low / torch.where(low < 0, numbers[0], -1.0))
+        ratio = padded / torch.where(scale == 0, 1.0, scale).unsqueeze(1)
+        codes.append(torch.searchsorted(bounds, ratio).to(torch.uint8).view(-1)[: part.numel()])
+        scales.append(scale)
+    return torch.cat(codes).view(values.shape), torch.cat(scales)
 
 
 # -- a piece's entries
@@ -144,9 +148,9 @@ def _companions(own: Entries, key: str) -> tuple[str, ...]:
     names = _BITSANDBYTES.get(key, ())
     if not names or any(name not in own for name in names):
         return ()
-    # Earlier versions had blocks of 2048, which are not read.
+    # Not read: AdEMAMix's two rows for each element, and the blocks of 2048 that earlier versions had.
     blocks = -(-own[key].numel() // BLOCK)
-    return names if own[names[1]].numel() == blocks else ()
+    return names if own[names[1]].shape == (blocks,) else ()
 
 
 def is_narrow(own: Entries, key: str) -> bool:

@@ -271,6 +271,9 @@ def build_engine(
         return adviser.explain(asked_bytes, where, *sizes)
 
     costs = measure_costs(model, comm, setting, precision, offload)
+    # The report shows rank 0's steps.
+    patterns = effective.config.expert_parallel.experts
+    router = None if comm.rank else watch_router(model, patterns, comm.device)
     disk_waits = {} if offload is None else {DISK: lambda: disk.waited.seconds}
     engine.attach(
         checkpoints=checkpoints,
@@ -279,13 +282,12 @@ def build_engine(
         monitor=monitor,
         around=observe(engine, effective.config, monitor, disk_waits, explain, costs, overflow_hint),
         schedule=None if pipeline is None else partial(PipelineSchedule, pipeline=pipeline),
-        # The report shows rank 0's steps.
-        router=None
-        if comm.rank
-        else watch_router(model, effective.config.expert_parallel.experts, comm.device),
+        router=router,
     )
     if monitor.enabled:
         engine.step_observers.append(monitor.after_step)
+    if client is not None and comm.rank == 0 and not steps_elements(client):
+        engine.step_observers.append(lambda _: checkpoints.check_state())
     if client is not None:
         guard(client, engine, kind.optimizer_class or ZeroOptimizer)
     if training_data is not None:

@@ -40,6 +40,7 @@ from .load import (
     with_advice,
 )
 from .save import BackgroundSave, Save, Source, rank_file
+from .shard_io import describe
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -98,7 +99,20 @@ class Checkpointer:
         """Marks the save that a signal has asked for."""
         self._has_saved = False
         """Tells that the script has saved, and that the folder of its saves was checked."""
+        self._has_checked_state = False
         self.save_weights = save_weights
+
+    def check_state(self) -> None:
+        """Warn after the first step of optimizer state that no checkpoint can have, before a save fails."""
+        if self._has_checked_state or self._shard_step is None:
+            return
+        self._has_checked_state = True
+        optimizer = self._shard_step.optimizer
+        try:
+            for part in self._shard_step.slices:
+                describe(part, optimizer.state, type(optimizer).__name__)
+        except CheckpointError as error:
+            warn(f"save_checkpoint will fail: {error}")
 
     def wait(self) -> None:
         """Wait for a background save to end. Collective. Raises its error, such as CheckpointError."""

@@ -34,8 +34,9 @@ class RouterStatistics:
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         self._may_drop = any(isinstance(module, Experts) for module in modules.values())
         self._has_counted = False
-        self._losses: list[Tensor] = []
-        """Lists the balance losses of the step's micro-batches, of models that return one."""
+        self._loss: Tensor | None = None
+        """Sums the balance losses of the step's micro-batches, of models that return one."""
+        self._loss_count = 0
         self._last: dict[str, Tensor] = {}
         self._hooks: list[Any] = [model.register_forward_hook(_OnCopyInert(self._take_loss))]
         for row, total, module in zip(self._counts, totals, modules.values(), strict=True):
@@ -58,7 +59,8 @@ class RouterStatistics:
     def _take_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         loss = getattr(output, "aux_loss", None)
         if module.training and isinstance(loss, Tensor) and not placeholder.in_backward():
-            self._losses.append(loss.detach())
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self._loss_count += 1
 
     def after_step(self) -> None:
         """Take what has been counted as that of the last step, and begin anew."""
@@ -74,9 +76,10 @@ class RouterStatistics:
                 self._last["dropped_tokens"] = dropped / (dropped + tokens.sum()).clamp(min=1)
             self._counts.zero_()
             self._has_counted = False
-        if self._losses:
-            self._last["balance_loss"] = torch.stack(self._losses).mean()
-            self._losses.clear()
+        if self._loss is not None:
+            self._last["balance_loss"] = self._loss / self._loss_count
+            self._loss = None
+            self._loss_count = 0
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what is known of the last step's tokens, on this rank; 0-dim tensors.

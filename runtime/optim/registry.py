@@ -5,6 +5,7 @@ CONTRIBUTING.md says what else a new optimizer or schedule needs.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -318,6 +319,10 @@ def check_narrow(optimizer: torch.optim.Optimizer, config: Config, dtype: torch.
         raise OptimizerError(str(error)) from None
 
 
+_VARIANT = re.compile(r"^Paged|(?:32|8|4)bit$")
+"""Matches what bitsandbytes and torchao add to the name of a class."""
+
+
 def needs_whole_tensors(
     optimizer: torch.optim.Optimizer, *, whole: bool, offloaded: bool, allowed: bool
 ) -> bool:
@@ -328,7 +333,7 @@ def needs_whole_tensors(
     OptimizerError for an optimizer that would compute something else on what it gets.
     """
     name = type(optimizer).__name__
-    spec = find_spec(name)
+    spec = find_spec(name) or find_spec(_VARIANT.sub("", name))
     if spec is not None and spec.refused:
         raise OptimizerError(f"optimizer {name} is not supported: it {spec.refused}")
     if steps_elements(optimizer) or collective_step_of(optimizer) is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...cuda_ops.narrow_state import narrow_as, widen_all
+from ..errors import OptimizerError
 from ..zero.policy import is_shardable
 from ..zero.store import TileView
 from ..zero.unit import Unit
@@ -167,11 +168,25 @@ def _parts(part: ShardSlice, label: Callable[[Unit, int], Label]) -> list[tuple[
     return ranges
 
 
+def _check_divisible(name: str, state: Mapping[str, Any], leaf: Tensor) -> None:
+    """Raise OptimizerError for state that a part of a slice cannot have."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and not is_elementwise(value, leaf):
+            raise OptimizerError(
+                f"optimizer {name} keeps {key!r}, a tensor of shape {list(value.shape)} for {leaf.numel()} "
+                "elements of a shard, of which some had no gradient in this step: such state cannot be "
+                "divided. Use every parameter in each step, or another optimizer"
+            )
+
+
 def _split(
     part: ShardSlice, ranges: list[tuple[int, int]], optimizer: torch.optim.Optimizer
 ) -> list[ShardSlice]:
     # Popped: the old leaf is no parameter any more, and its state would stay in memory.
     own = part.scalars if part.leaf is None else optimizer.state.pop(part.leaf, {})
+    wide = widen_all(own)
+    if part.leaf is not None:
+        _check_divisible(type(optimizer).__name__, wide, part.leaf)
     made = []
     for start, stop in ranges:
         inside = slice(start - part.start, stop - part.start)
@@ -182,7 +197,7 @@ def _split(
             key: value[inside]
             if part.leaf is not None and is_elementwise(value, part.leaf)
             else (value.clone() if isinstance(value, Tensor) else value)
-            for key, value in widen_all(own).items()
+            for key, value in wide.items()
         }
         narrow_as(own, entries)
         if leaf is not None and own:

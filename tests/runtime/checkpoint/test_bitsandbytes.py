@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import zlaunch
 from tests.needs import needs_package
+from tests.runtime.models import with_forward
 from tests.runtime.workers import run_workers
 
 pytestmark = needs_package("bitsandbytes")
@@ -19,10 +22,15 @@ SAVED_AT = 3
 STEPS = 6
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW8bit": {}, "Lion8bit": {}, "SGD8bit": {"momentum": 0.9}}
+"""Maps those that are trained and resumed to what they need besides."""
+
+
 def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     import bitsandbytes
 
-    made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(parameters, lr=1e-3, min_8bit_size=256)
+    kind: Any = getattr(bitsandbytes.optim, name)
+    made: torch.optim.Optimizer = kind(parameters, lr=1e-3, min_8bit_size=256, **OPTIMIZERS.get(name, {}))
     return made
 
 
@@ -62,7 +70,7 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "SGD8bit"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **CPU}], ids=str)
 def test_a_resumed_run_repeats_the_steps(name: str, zero: dict[str, Any], tmp_path: Path) -> None:
     (losses, dtypes), *_ = run_workers(_train, 2, name, zero, str(tmp_path), False)
@@ -77,6 +85,43 @@ def test_another_layout_has_other_blocks(tmp_path: Path) -> None:
         (again, dtypes), *_ = run_workers(_train, ranks, "AdamW8bit", {"stage": stage}, str(tmp_path), True)
         assert again == pytest.approx(losses, rel=1e-3)
         assert dtypes == {"torch.uint8"}
+
+
+def _tries(name: str, unused: bool, folder: str) -> tuple[str, str]:
+    """Return the error of a step in which a layer is unused, or of a save after a step in which none is; and
+    what was printed.
+    """
+    zlaunch.init_distributed()
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    model = with_forward(layers, lambda x: sum(each(x) for each in layers[: 2 if x[0, 0] else 3]))
+    optimizer = _optimizer(name, model.parameters())
+    zero = {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        try:
+            engine, *_ = zlaunch.initialize(
+                model=model, optimizer=optimizer, config={"train_batch_size": 2, **zero}
+            )
+            for first in (0.0, float(unused)):
+                engine.backward(engine(torch.full((1, WIDTH), first)).square().mean())
+                engine.step()
+            engine.save_checkpoint(folder)
+        except zlaunch.ZlaunchError as error:
+            return str(error), printed.getvalue()
+    return "", printed.getvalue()
+
+
+def test_what_is_not_elementwise_is_named(tmp_path: Path) -> None:
+    for error, printed in run_workers(_tries, 2, "AdamW8bit", True, str(tmp_path)):
+        assert not error and "will fail" not in printed
+    for error, _ in run_workers(_tries, 2, "LAMB8bit", False, str(tmp_path)):
+        assert "LAMB8bit" in error and "needs whole tensors" in error
+    (error, printed), (same, other) = run_workers(_tries, 2, "AdEMAMix8bit", False, str(tmp_path))
+    assert "keeps 'qmap1', a tensor of shape [256], which belongs to no single element" in error == same
+    assert printed.count(f"warning: save_checkpoint will fail: {error}") == 1 and "will fail" not in other
+    # The other rank loses this one.
+    errors = [error for error, _ in run_workers(_tries, 2, "AdEMAMix8bit", True, str(tmp_path))]
+    assert any("such state cannot be divided" in error for error in errors)
 
 
 def _refused(folder: str) -> str:
