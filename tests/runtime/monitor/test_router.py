@@ -81,7 +81,8 @@ def _train(case: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_load_of_experts_is_that_of_the_first_rank(case: str) -> None:
     first, other = run_workers(_train, 2, case)
-    uneven, even = first
+    uneven = first[0]
+    even = first[1]
     assert uneven["expert_max_load"] == pytest.approx(6 / (10 / 4))
     assert uneven["unused_experts"] == 2
     assert uneven["dropped_tokens"] == pytest.approx(2 / 24)
