@@ -193,6 +193,35 @@ def test_code_is_not_run_and_damage_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists() and not (tmp_path / "out" / "imported").exists()
 
 
+class _Attribute:
+    def __init__(self, *given: Any) -> None:
+        self._given = given
+
+    def __reduce__(self) -> Any:
+        return getattr, self._given
+
+
+def test_members_of_enums_may_be_pickled_as_attributes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.2 does it, and no other attribute is looked up."""
+    metadata: Any = torch.distributed.checkpoint.metadata
+    by_name = property(lambda member: lambda protocol: (getattr, (type(member), member.name)))
+    monkeypatch.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    save({"model": _model().state_dict()}, checkpoint_id=tmp_path)
+    written = (tmp_path / ".metadata").read_bytes()
+    assert b"getattr" in written
+    read_foreign(tmp_path)
+    for given in (
+        (torch.Size, "numel"),
+        (metadata._MEM_FORMAT_ENCODING, "__init__"),
+        (torch.float32, "to_real"),
+    ):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(_Attribute(*given)))
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr|is not a file of torch"):
+            read_foreign(tmp_path)
+
+
 class _Tied(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
